@@ -1,0 +1,616 @@
+"""A GPT whose residual stream is softmax attention over the outputs of all earlier sublayers.
+
+    stream = stream of the chosen kind, started with the token embedding
+    for t, sublayer in enumerate(sublayers):      # attention, MLP, attention, MLP, ...: M = 2L of them
+        stream.write(sublayer(stream.read(t)))
+    logits = head(norm(stream.read(M)))
+
+Every method here differs only in what read and write do:
+
+    Residual          the usual Transformer: x, and x = x + y
+    HyperConnections  n copies of x, mixed and written by learned weights        (Zhu et al. 2024)
+    Depth             read = softmax mix of everything written so far            (AttnRes, LR, MHAR)
+    Delta             read = x + gate * that mix; x = x + y stays                (MHAR's mid-training graft)
+
+LR is "Low-Rank Attention Residuals" (arXiv 2607.09694), MHAR "Multi-Head Attention Residuals" (arXiv 2607.27230).
+The backbone is Qwen3's: RMSNorm before each sublayer, grouped-query attention with per-head RMSNorm of queries and
+keys, half-split RoPE, SwiGLU, no biases, weights drawn from N(0, 0.02^2).
+"""
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sizes
+
+
+@dataclass
+class GPTConfig:
+    # the backbone
+    n_layer: int = 6  # layers L; the model has M = 2L sublayers
+    d_model: int = 128  # width d
+    n_head: int = 4  # query heads of token attention
+    n_kv_head: int = 2  # its key and value heads
+    head_dim: int | None = None  # width of one of these heads; unset: d_model / n_head
+    d_mlp: int = 384  # hidden width of the MLP
+    vocab_size: int = 257  # rows of the embedding
+    tied: bool = True  # the output head is the embedding
+    qk_norm: bool = True  # RMSNorm of every token-attention query and key
+    norm_gain: bool = True  # learned gains in the backbone's norms
+    norm_eps: float = 1e-6  # epsilon of every norm, the routing's too
+    rope_theta: float = 1e4  # base of the rotary frequencies
+    rope_scaling: str = ""  # Llama-3.1's, as "factor,low,high,original length"; empty: none
+    # the routing (README.md has the table)
+    route: Literal["mhar", "baseline", "attnres", "lr", "hc"] = "mhar"  # what takes the residual stream's place
+    blocks: int | None = None  # N: sum sublayer outputs in N blocks; unset: the preset's, else full; 0: full
+    rank: int | None = None  # r: coordinates that serve as keys, over all heads; unset: d (lr: d/4; projected: 32)
+    heads: int | None = None  # H of mhar; unset: n_kv_head
+    key_norm: Literal["auto", "full", "slice"] = "auto"  # rho over all d coordinates or over the key's; auto: lr slice, else full
+    key_gain: Literal["auto", "on", "off"] = "auto"  # learned gain on the keys; auto: off for lr, else on
+    keys: Literal["slice", "projected"] = "slice"  # cut the keys from the values, or project them (lr only)
+    delta: bool = False  # keep x = x + y and add gate * mix to each read
+    headwise: bool = False  # mhar: one full-width read for each KV group's Q, K, V
+
+    @classmethod
+    def from_size(cls, size: str, **overrides) -> "GPTConfig":
+        """The preset of that name with overrides on top. The routing that a preset brings goes with mhar alone, and
+        routing flags that are given replace it. Raises ValueError for an unknown name or a combination that is refused."""
+        if size not in SIZES:
+            raise ValueError(f"unknown size {size!r}; there are: {', '.join(SIZES)}")
+        preset = dict(SIZES[size])
+        if overrides.get("route", "mhar") != "mhar":
+            preset = {k: v for k, v in preset.items() if k not in ROUTING_FLAGS}
+        return cls(**preset | overrides)
+
+    def __post_init__(self):
+        """Refuses what makes no sense, with one line that says what would."""
+        def check(ok, message):
+            if not ok:
+                raise ValueError(message)
+
+        for name in ("n_layer", "d_model", "n_head", "n_kv_head", "d_mlp", "vocab_size"):
+            check(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
+        check(self.norm_eps > 0 and self.rope_theta > 0, "norm_eps and rope_theta must be positive")
+        check(self.n_head % self.n_kv_head == 0, f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}")
+        if self.head_dim is None:
+            check(self.d_model % self.n_head == 0,
+                  f"n_head={self.n_head} must divide d_model={self.d_model}, or give a head_dim")
+            self.head_dim = self.d_model // self.n_head
+        check(self.head_dim > 0 and self.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {self.head_dim}")
+        try:
+            check(not self.rope_scaling or len([float(x) for x in self.rope_scaling.split(",")]) == 4, "")
+        except ValueError:
+            check(False, f'rope_scaling must read "factor,low,high,original length", not {self.rope_scaling!r}')
+
+        for name, default in ROUTING_FLAGS.items():
+            given = getattr(self, name) != default
+            allowed = {"mhar": name != "keys", "attnres": name not in ("heads", "rank", "headwise", "keys"),
+                       "lr": name not in ("heads", "headwise")}.get(self.route, False)
+            hint = "; low-rank multi-head is route=mhar with rank" if (self.route, name) in (("lr", "heads"), ("attnres", "rank")) else ""
+            check(allowed or not given, f"route={self.route} takes no {name}{hint}")
+        if self.route in ("baseline", "hc"):
+            return
+        check(0 < self.H, f"heads must be positive, not {self.H}")
+        check(self.d_model % self.H == 0, f"heads={self.H} must divide d_model={self.d_model}")
+        check(0 < self.r <= self.d_model, f"rank must be from 1 to d_model={self.d_model}, not {self.r}")
+        check(self.r % self.H == 0, f"rank={self.r} must be a multiple of heads={self.H}")
+        check(0 < self.N <= self.M, f"blocks must be from 1 to 2 n_layer = {self.M} (0: full), not {self.blocks}")
+        if self.keys == "projected":
+            check(self.key_norm != "full", "keys=projected have no full-width norm: use key_norm=slice")
+            check(not self.delta, "delta needs keys=slice")
+        if self.headwise:
+            check(self.rank is None, "headwise reads have full-width keys: it takes no rank")
+            check(not self.delta, "headwise and delta do not go together")
+
+    # The papers' letters, with every default filled in.
+    M = property(lambda self: 2 * self.n_layer)  # sublayers; read sites are 0..M
+    N = property(lambda self: self.blocks or self.M)  # blocks
+    H = property(lambda self: (self.heads if self.heads is not None else self.n_kv_head) if self.route == "mhar" else 1)
+    gain = property(lambda self: {"on": True, "off": False, "auto": self.route != "lr"}[self.key_gain])
+
+    @property
+    def r(self) -> int:
+        if self.rank is not None:
+            return self.rank
+        return self.d_model if self.route != "lr" else 32 if self.keys == "projected" else max(1, self.d_model // 4)
+
+    @property
+    def norm(self) -> str:
+        auto = "slice" if self.route == "lr" else "full"
+        return auto if self.key_norm == "auto" else self.key_norm
+
+    @property
+    def ends(self) -> list[int]:
+        """Block ends e_j = ceil(M j / N), j = 1..N."""
+        return [-(-self.M * j // self.N) for j in range(1, self.N + 1)]
+
+    def slots(self, t: int) -> list[int]:
+        """S(t), the slots that site t reads: the embedding, each finished block, and the partial sum of the open one."""
+        ends = [e for e in self.ends if e <= t]
+        return [0] + ends + ([t] if t > 0 and t not in ends else [])
+
+    def source_reads(self) -> int:
+        """The sum of |S(t)| over the active sites t = 1..M."""
+        return sum(len(self.slots(t)) for t in range(1, self.M + 1))
+
+    def flops(self, seq: int) -> int:
+        """FLOPs per token, forward and backward (3x), at sequences of seq tokens. A multiply-add is 2; attention is
+        counted without the causal half, as PaLM and nanoGPT do; routing is r + d multiply-adds for each source read."""
+        d, q, kv = self.d_model, self.n_head * self.head_dim, self.n_kv_head * self.head_dim
+        macs = self.n_layer * (2 * d * q + 2 * d * kv + 3 * d * self.d_mlp + 2 * q * seq) + d * self.vocab_size
+        if self.route == "hc":  # read: n+1 mixtures of n streams and their weights; write: one multiply-add a stream
+            macs += self.M * d * HC_STREAMS * (2 * HC_STREAMS + 4)
+        elif self.route != "baseline":
+            macs += self.source_reads() * (self.r + d)
+            if self.headwise:  # attention sites make n_kv_head reads instead of one
+                macs += sum(len(self.slots(t)) for t in range(2, self.M, 2)) * (self.n_kv_head - 1) * 2 * d
+            if self.keys == "projected":
+                macs += self.r * (self.n_layer * (q + self.d_mlp) + d)
+        return 6 * macs
+
+
+HC_STREAMS = 4  # n of hyper-connections
+ROUTING_FLAGS = dict(blocks=None, rank=None, heads=None, key_norm="auto", key_gain="auto", keys="slice", delta=False, headwise=False)
+
+_mhar = dict(vocab_size=151_936)
+_lr = dict(vocab_size=100_277, tied=False, norm_gain=False, rope_theta=5e5)
+SIZES = {
+    "nano": dict(n_layer=6, d_model=128, n_head=4, n_kv_head=2, d_mlp=384),
+    "100m": dict(n_layer=12, d_model=512, n_head=8, n_kv_head=4, d_mlp=1536, **_mhar),
+    "124m": dict(n_layer=12, d_model=768, n_head=12, n_kv_head=4, d_mlp=2304, **_mhar),
+    "350m": dict(n_layer=24, d_model=1024, n_head=16, n_kv_head=8, d_mlp=4096, **_mhar),
+    "1b": dict(n_layer=36, d_model=1280, n_head=16, n_kv_head=8, d_mlp=5120, **_mhar),
+    "lr-0.5b": dict(n_layer=24, d_model=1024, n_head=16, n_kv_head=16, d_mlp=2816, **_lr),
+    "lr-1b": dict(n_layer=24, d_model=1536, n_head=24, n_kv_head=24, d_mlp=4224, **_lr),
+    "lr-4b": dict(n_layer=44, d_model=2560, n_head=40, n_kv_head=40, d_mlp=7040, **_lr),
+    "8b": dict(n_layer=32, d_model=4096, n_head=32, n_kv_head=8, d_mlp=14_336, vocab_size=128_256, tied=False, qk_norm=False,
+               norm_eps=1e-5, rope_theta=5e5, rope_scaling="8,1,4,8192", delta=True, blocks=8),
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Depth routing
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32, or as it is in float64: the precision of norms, rotations and routing."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def route(sources, query, *, norm="full", keys=None, eps=1e-6):
+    """One read: each of H heads mixes its own slice of the sources by softmax over depth.
+
+        z[i,h] = <query[h], key(v_i,h)> / rho(v_i,h)       key: the last R coordinates of head h's slice of v_i
+        w[:,h] = softmax over i of z[:,h]
+        mix[h] = sum_i w[i,h] v_i[h]                       the full slice, whatever R is
+        norm = "full":  rho = sqrt(mean of all d coordinates of v_i squared + eps), the same for all heads
+        norm = "slice": rho = sqrt(mean of the R key coordinates squared + eps), per head
+
+    (LR Eqs. 4 to 8 at H = 1, "full" being its control, Eq. 13; MHAR Eq. 3 at R = d/H.)
+
+    sources: list of n tensors [..., d], or one tensor [n, ..., d];  query: [H, R], the key gain already multiplied in;
+    keys: for projected keys, a list of n tensors [..., H R] to use instead of the values' coordinates (norm="slice").
+    Returns mix [..., d] in the sources' dtype and weights [n, ..., H] in fp32 (float64 for float64 sources).
+    Raises ValueError if the shapes do not fit.
+    """
+    H, R = query.shape
+    d = sources[0].shape[-1]
+    if norm not in ("full", "slice"):
+        raise ValueError(f"norm is full or slice, not {norm!r}")
+    if d % H or (keys is None and R > d // H):
+        raise ValueError(f"query [{H}, {R}] does not fit sources of width {d}")
+    if keys is not None and (norm == "full" or keys[0].shape[-1] != H * R):
+        raise ValueError(f"projected keys must be {H * R} wide and take norm='slice'")
+    query = wide(query)
+    values = [wide(v).unflatten(-1, (H, d // H)) for v in sources]  # [..., H, d/H]
+    logits = []
+    for i, v in enumerate(values):
+        key = v[..., -R:] if keys is None else wide(keys[i]).unflatten(-1, (H, R))
+        square = v.square().mean((-2, -1)).unsqueeze(-1) if norm == "full" else key.square().mean(-1)  # [..., 1 or H]
+        logits.append((key * query).sum(-1) * (square + eps).rsqrt())
+    weights = torch.stack(logits).softmax(0)  # [n, ..., H]
+    mix = sum(w.unsqueeze(-1) * v for w, v in zip(weights, values))
+    return mix.flatten(-2).to(sources[0].dtype), weights
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The streams. init() gives a stream's parameters, which live in GPT.router and stay fp32; they draw nothing from the
+# backbone's random numbers, so that one seed gives every route the same backbone. write() gets a sublayer's output y
+# and hidden, the input of its output projection (for projected keys).
+
+
+class Residual:
+    """x = x + y."""
+
+    @staticmethod
+    def init(config):
+        return {}
+
+    def __init__(self, x, config, router):
+        self.x = x
+
+    def read(self, t):
+        return self.x
+
+    def write(self, y, hidden):
+        self.x = self.x + y
+
+
+class HyperConnections:
+    """Hyper-connections of Zhu et al. (2024, arXiv 2409.19606), n = 4, static and dynamic weights: n copies X_j of x;
+
+        [A_m | A_r] = alpha + s_alpha tanh(norm(X) W_alpha),   b = beta + s_beta tanh(norm(X) W_beta)
+        read = sum_j A_m[j] X_j,    write: X_k = sum_j A_r[j,k] X_j + b[k] y,    read(M) = mean of the X_j
+
+    Starts as pre-norm: W = 0, A_r = 1, b = 1, and sublayer t reads copy t mod n. The mean (theirs: the sum, which the
+    final norm undoes) makes it equal the baseline at the first step. MHAR compares with a static softmax form with noisy
+    initialization; this is the published method."""
+
+    @staticmethod
+    def init(config):
+        M, d, n = config.M, config.d_model, HC_STREAMS
+        alpha = torch.cat([torch.eye(n)[torch.arange(M) % n].unsqueeze(-1), torch.eye(n).expand(M, n, n)], -1)
+        params = {"alpha": alpha, "w_alpha": torch.zeros(M, d, n + 1), "s_alpha": torch.full((M,), 0.01),
+                  "beta": torch.ones(M, n), "w_beta": torch.zeros(M, d, 1), "s_beta": torch.full((M,), 0.01)}
+        return params | ({"norm": torch.ones(M, d)} if config.norm_gain else {})
+
+    def __init__(self, x, config, router):
+        self.config, self.router = config, router
+        self.X = x.expand(HC_STREAMS, *x.shape)  # [n, B, T, d]
+
+    def read(self, t):
+        c, p = self.config, self.router
+        if t == c.M:
+            return self.X.mean(0)
+        X = wide(self.X)
+        h = F.rms_norm(X, X.shape[-1:], p["norm"][t] if c.norm_gain else None, c.norm_eps)
+        alpha = p["alpha"][t][:, None, None] + p["s_alpha"][t] * (h @ p["w_alpha"][t]).tanh()  # [n, B, T, n + 1]
+        self.b = p["beta"][t][:, None, None, None] + p["s_beta"][t] * (h @ p["w_beta"][t]).tanh()  # [n, B, T, 1]
+        mixed = torch.einsum("jbtk,jbtd->kbtd", alpha, X).to(self.X.dtype)
+        self.X = mixed[1:]
+        return mixed[0]
+
+    def write(self, y, hidden):
+        self.X = self.X + (self.b * y).to(y.dtype)
+
+
+class Depth:
+    """Attention over depth: AttnRes, LR, MHAR and low-rank MHAR, full and block. Slot 0 is the embedding, slot i the
+    running sum of its block up to sublayer output i; site t reads the slots S(t) = config.slots(t) through route()."""
+
+    @staticmethod
+    def init(config):
+        c, shape = config, (config.M + 1, config.H, config.r // config.H)
+        params = {"query": torch.zeros(shape)} | ({"gain": torch.ones(shape)} if c.gain else {})
+        if c.headwise:  # sites 0, 2, 4, ... (attention): a full-width query for each KV group; their rows of query rest
+            shape = (c.n_layer, c.n_kv_head, c.d_model)
+            params |= {"group_query": torch.zeros(shape)} | ({"group_gain": torch.ones(shape)} if c.gain else {})
+        if c.keys == "projected":  # r more rows for each output projection (LR appendix C), and the embedding's own
+            draw = torch.Generator().manual_seed(torch.initial_seed())
+            widths = {"key_embed": (c.d_model,), "key_attn": (c.n_layer, c.n_head * c.head_dim), "key_mlp": (c.n_layer, c.d_mlp)}
+            params |= {name: 0.02 * torch.randn(*w[:-1], c.r, w[-1], generator=draw, device="cpu") for name, w in widths.items()}
+        return params
+
+    def __init__(self, x, config, router):
+        self.config, self.router, self.written = config, router, 0
+        self.sources = [x]  # S(t), in order
+        self.keys = [F.linear(x, router["key_embed"].to(x.dtype))] if config.keys == "projected" else None
+        fold = lambda name: router[f"{name}query"] * router[f"{name}gain"] if config.gain else router[f"{name}query"]
+        self.query = fold("")  # [M + 1, H, R], a gain only rescales a query
+        self.group_query = fold("group_") if config.headwise else None  # [L, KV, d]
+
+    def read(self, t):
+        mix = lambda query: route(self.sources, query, norm=self.config.norm, keys=self.keys, eps=self.config.norm_eps)[0]
+        if self.config.headwise and t % 2 == 0 and t < self.config.M:
+            return torch.stack([mix(query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
+        return mix(self.query[t])
+
+    def write(self, y, hidden):
+        t, self.written = self.written, self.written + 1
+        banks = [(self.sources, y)]
+        if self.keys is not None:  # a block's key is the sum of its outputs' keys
+            banks += [(self.keys, F.linear(hidden, self.router["key_mlp" if t % 2 else "key_attn"][t // 2].to(y.dtype)))]
+        for bank, new in banks:
+            bank.append(bank.pop() + new if t > 0 and t not in self.config.ends else new)
+
+
+class Delta(Depth):
+    """MHAR's graft for mid-training: the residual stream stays, and each site adds gate[t] * mix, the gates closed at the
+    start, so that a pretrained model is unchanged. Sources are a learned null vector, each finished block's sum and the
+    current partial sum. This follows the paper's text; its code has a null vector per site and no partial sum."""
+
+    @staticmethod
+    def init(config):
+        return Depth.init(config) | {"null": torch.zeros(config.d_model), "gate": torch.zeros(config.M + 1)}
+
+    def __init__(self, x, config, router):
+        super().__init__(router["null"].to(x.dtype).expand_as(x), config, router)
+        self.x = x
+
+    def read(self, t):
+        return self.x + self.router["gate"][t] * super().read(t)
+
+    def write(self, y, hidden):
+        super().write(y, hidden)
+        self.x = self.x + y
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The backbone
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width)) if config.norm_gain else None
+        self.eps = config.norm_eps
+
+    def forward(self, x):
+        return F.rms_norm(wide(x), x.shape[-1:], self.weight, self.eps).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """Weights are cast to the activations' dtype, so fp32 parameters can compute in bf16."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rotary(config, start, length, device):
+    """cos and sin [length, head_dim / 2] of RoPE at positions start, start + 1, ...; Llama-3.1's scaling if asked for."""
+    exact = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+    freq = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device=device, dtype=exact) / config.head_dim)
+    if config.rope_scaling:
+        factor, low, high, original = map(float, config.rope_scaling.split(","))
+        turns = original * freq / (2 * math.pi)  # in the original context: slow frequencies are stretched, fast ones kept
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        freq = freq * (keep + (1 - keep) / factor)
+    angle = torch.outer(torch.arange(start, start + length, device=device, dtype=exact), freq)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    a, b = wide(x).chunk(2, dim=-1)  # half-split: coordinate i turns with i + head_dim / 2
+    cos, sin = cos.to(a.dtype), sin.to(a.dtype)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        c, self.head_dim = config, config.head_dim
+        self.norm = RMSNorm(c.d_model, c)
+        self.q = Linear(c.d_model, c.n_head * c.head_dim, bias=False)
+        self.k = Linear(c.d_model, c.n_kv_head * c.head_dim, bias=False)
+        self.v = Linear(c.d_model, c.n_kv_head * c.head_dim, bias=False)
+        self.o = Linear(c.n_head * c.head_dim, c.d_model, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c), RMSNorm(c.head_dim, c)) if c.qk_norm else (nn.Identity(), nn.Identity())
+
+    def project(self, x, linear):
+        """x [B, T, d], or [KV, B, T, d] with an own input for each KV group (headwise) -> [B, heads, T, head_dim]."""
+        if x.ndim == 4:
+            y = torch.einsum("gbtd,god->btgo", x, linear.weight.to(x.dtype).unflatten(0, (len(x), -1))).flatten(2)
+        else:
+            y = linear(x)
+        return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def forward(self, x, rope, mask, cache):
+        x = self.norm(x)
+        q = rotate(self.q_norm(self.project(x, self.q)), *rope)
+        k = rotate(self.k_norm(self.project(x, self.k)), *rope)
+        v = self.project(x, self.v)
+        if cache is not None:
+            k, v = cache.append(self, k, v)
+        if mask is None or torch.is_tensor(mask):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, enable_gqa=True)
+        else:
+            y = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+        hidden = y.transpose(1, 2).flatten(2)  # [B, T, n_head * head_dim]
+        return self.o(hidden), hidden
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, config)
+        self.gate = Linear(config.d_model, config.d_mlp, bias=False)
+        self.up = Linear(config.d_model, config.d_mlp, bias=False)
+        self.down = Linear(config.d_mlp, config.d_model, bias=False)
+
+    def forward(self, x, rope, mask, cache):
+        x = self.norm(x)
+        hidden = F.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden), hidden
+
+
+@functools.cache
+def compiled_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention)
+
+
+def document_mask(docs):
+    """docs [B, T], the number of each token's document -> what Attention takes as mask: causal, within a document."""
+    if docs.is_cuda:
+        from torch.nn.attention.flex_attention import create_block_mask
+        same = lambda b, h, q, k: (q >= k) & (docs[b, q] == docs[b, k])
+        return create_block_mask(same, docs.shape[0], None, docs.shape[1], docs.shape[1], device=docs.device)
+    return (docs[:, None, :, None] == docs[:, None, None, :]).tril()
+
+
+class Cache:
+    """Keys and values of the last `window` positions (all if None), for generation one token at a time."""
+
+    def __init__(self, window=None):
+        self.window, self.length, self.kv = window, 0, {}
+
+    def append(self, layer, k, v):
+        if layer in self.kv:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.kv[layer], (k, v)))
+        if self.window:
+            k, v = k[:, :, -self.window:], v[:, :, -self.window:]
+        self.kv[layer] = k, v
+        return k, v
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The model
+
+STREAMS = {"baseline": Residual, "hc": HyperConnections, "attnres": Depth, "lr": Depth, "mhar": Depth}
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig, dtype=torch.float32):
+        """dtype: what activations are computed and stored in; parameters are made in fp32 (see cast_parameters)."""
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.sublayers = nn.ModuleList(kind(config) for _ in range(config.n_layer) for kind in (Attention, MLP))
+        self.norm = RMSNorm(config.d_model, config)
+        self.head = Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+        self.stream = Delta if config.delta else STREAMS[config.route]
+        self.router = nn.ParameterDict(self.stream.init(config))
+
+    def hidden(self, idx, docs=None, cache=None):
+        """idx [B, T] -> what the head reads, [B, T, d]."""
+        start = cache.length if cache else 0
+        rope = rotary(self.config, start, idx.shape[1], idx.device)
+        mask = None if docs is None else document_mask(docs)
+        stream = self.stream(self.embed(idx).to(self.dtype), self.config, self.router)
+        for t, sublayer in enumerate(self.sublayers):
+            stream.write(*sublayer(stream.read(t), rope, mask, cache))
+        if cache:
+            cache.length += idx.shape[1]
+        return self.norm(stream.read(self.config.M))
+
+    def forward(self, idx, targets=None, docs=None):
+        """Token ids idx [B, T] -> logits [B, T, vocab_size], or with targets [B, T] their mean cross-entropy in nats.
+        docs [B, T], the number of each token's document, keeps attention within documents; positions stay as they are."""
+        logits = self.head(self.hidden(idx, docs))
+        if targets is None:
+            return logits
+        return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def generate(self, idx, n, temperature=1.0, top_k=None, top_p=None, window=None, generator=None):
+        """Yields n times the next token [B] of each row of idx [B, T]; temperature 0 takes the likeliest. window: the
+        number of positions that attention looks back (all if None)."""
+        cache = Cache(window)
+        for _ in range(n):
+            logits = wide(self.head(self.hidden(idx, cache=cache)[:, -1]))  # [B, vocab_size]
+            if temperature == 0:
+                token = logits.argmax(-1)
+            else:
+                logits = logits / temperature
+                if top_k:
+                    logits[logits < logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]] = -torch.inf
+                probs = logits.softmax(-1)
+                if top_p:  # the smallest set of tokens that holds top_p of the probability
+                    p, order = probs.sort(descending=True)
+                    p[p.cumsum(-1) - p >= top_p] = 0
+                    probs = torch.zeros_like(probs).scatter(-1, order, p)
+                token = torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+            yield token
+            idx = token[:, None]
+
+    def cast_parameters(self, dtype):
+        """Stores the backbone's matrices in dtype. One-dimensional parameters and the router's stay fp32: steps as small
+        as a gain's would be lost in bf16."""
+        for name, p in self.named_parameters():
+            if p.ndim > 1 and not name.startswith("router."):
+                p.data = p.data.to(dtype)
+        return self
+
+    def num_params(self):
+        """{total, non_embedding, routing}. Site 0 reads one slot, so its query never matters: LR's counts leave that row
+        out (its appendix F.5), MHAR's have it, and so do these."""
+        routing = sum(p.numel() for p in self.router.values())
+        if self.config.route == "lr":
+            routing -= sum(p[0].numel() for name, p in self.router.items() if name in ("query", "gain"))
+        backbone = sum(p.numel() for name, p in self.named_parameters() if not name.startswith("router."))
+        embedding = self.embed.weight.numel() * (1 if self.config.tied else 2)
+        return {"total": backbone + routing, "non_embedding": backbone + routing - embedding, "routing": routing}
+
+
+def load_run(folder, device="cpu", checkpoint="ckpt.pt"):
+    """A run's model, ready to use, and its config.json as a dict. Raises ValueError with one line if there is none."""
+    folder = Path(folder)
+    for file in ("config.json", checkpoint):
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder} is not a finished or saved run: it has no {file}")
+    run = json.loads((folder / "config.json").read_text())
+    model = GPT(GPTConfig(**run["model"]))
+    try:
+        model.load_state_dict(torch.load(folder / checkpoint, map_location="cpu", weights_only=True)["model"])
+    except Exception as e:
+        raise ValueError(f"{folder / checkpoint} does not hold this run's model: {str(e).splitlines()[0]}")
+    return model.to(device).eval(), run
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Flags, for the scripts
+
+
+def fail(message):
+    """One line on stderr, exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_flags(*configs, argv=None):
+    """The fields of dataclasses as flags: --name=value, or --name for a boolean. Returns a dict of those that were given,
+    with the fields' types. --help prints each field with its default and the comment beside it. Whatever is wrong
+    ends with one line on stderr and exit code 2."""
+    types = {name: t for config in configs for name, t in get_type_hints(config).items()}
+    given = {}
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(inspect.getmodule(configs[0]).__doc__.strip(), "\n")
+        for config in configs:
+            lines = inspect.getsource(config).splitlines()
+            for field in dataclasses.fields(config):
+                comment = next(line.partition("  # ")[2] for line in lines if re.match(rf"    {field.name}:", line))
+                options = get_args(types[field.name])
+                default = "|".join(map(str, options)) if isinstance(field.default, str) and options else field.default
+                default = f"{field.default}" if default == field.default else f"{field.default} of {default}"
+                print(f"  --{field.name}={default}".ljust(36), comment)
+        raise SystemExit(0)
+    for arg in argv:
+        name, has_value, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in types:
+            close = difflib.get_close_matches(name, types, n=1)
+            fail(f"unknown flag {arg.partition('=')[0]}" + (f"; did you mean --{close[0]}?" if close else "; --help lists the flags"))
+        options = [t for t in get_args(types[name]) or (types[name],) if t is not type(None)]
+        kind = options[0]
+        if not has_value and kind is not bool:
+            fail(f"--{name} needs a value: --{name}=...")
+        if isinstance(kind, str):  # Literal
+            if text not in options:
+                fail(f"--{name}={text}: choose from {', '.join(options)}")
+            given[name] = text
+        elif kind is bool:
+            if text.lower() not in ("", "true", "false"):
+                fail(f"--{name}={text}: true or false")
+            given[name] = text.lower() != "false"
+        else:
+            try:
+                given[name] = kind(text)
+            except ValueError:
+                fail(f"--{name}={text}: expected {'a whole number' if kind is int else 'a number'}")
+    return given
