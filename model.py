@@ -80,6 +80,9 @@ class GPTConfig:
             if not ok:
                 raise ValueError(message)
 
+        for name, t in get_type_hints(GPTConfig).items():
+            if isinstance(get_args(t)[0] if get_args(t) else None, str):
+                check(getattr(self, name) in get_args(t), f"{name} must be one of {', '.join(get_args(t))}, not {getattr(self, name)!r}")
         for name in ("n_layer", "d_model", "n_head", "n_kv_head", "d_mlp", "vocab_size"):
             check(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
         check(self.norm_eps > 0 and self.rope_theta > 0, "norm_eps and rope_theta must be positive")
@@ -210,8 +213,8 @@ def route(sources, query, *, norm="full", keys=None, eps=1e-6):
         raise ValueError(f"norm is full or slice, not {norm!r}")
     if d % H or (keys is None and R > d // H):
         raise ValueError(f"query [{H}, {R}] does not fit sources of width {d}")
-    if keys is not None and (norm == "full" or keys[0].shape[-1] != H * R):
-        raise ValueError(f"projected keys must be {H * R} wide and take norm='slice'")
+    if keys is not None and (norm == "full" or len(keys) != len(sources) or keys[0].shape[-1] != H * R):
+        raise ValueError(f"projected keys must be {H * R} wide, one for each source, and take norm='slice'")
     query = wide(query)
     values = [wide(v).unflatten(-1, (H, d // H)) for v in sources]  # [..., H, d/H]
     logits = []
@@ -450,17 +453,22 @@ def document_mask(docs):
 
 
 class Cache:
-    """Keys and values of the last `window` positions (all if None), for generation one token at a time."""
+    """Keys and values of the positions that the next token looks back on: window - 1 of them (None: all). The prompt comes
+    in one piece, then one token at a time."""
 
     def __init__(self, window=None):
         self.window, self.length, self.kv = window, 0, {}
 
+    def mask(self, T, device):
+        """For the prompt, where it is longer than the window."""
+        if self.window and T > self.window:
+            return torch.ones(T, T, dtype=torch.bool, device=device).tril().triu(1 - self.window)
+
     def append(self, layer, k, v):
         if layer in self.kv:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self.kv[layer], (k, v)))
-        if self.window:
-            k, v = k[:, :, -self.window:], v[:, :, -self.window:]
-        self.kv[layer] = k, v
+        old = max(0, k.shape[2] - self.window + 1) if self.window else 0
+        self.kv[layer] = k[:, :, old:], v[:, :, old:]
         return k, v
 
 
@@ -491,7 +499,7 @@ class GPT(nn.Module):
         """idx [B, T] -> what the head reads, [B, T, d]."""
         start = cache.length if cache else 0
         rope = rotary(self.config, start, idx.shape[1], idx.device)
-        mask = None if docs is None else document_mask(docs)
+        mask = cache.mask(idx.shape[1], idx.device) if cache else None if docs is None else document_mask(docs)
         stream = self.stream(self.embed(idx).to(self.dtype), self.config, self.router)
         for t, sublayer in enumerate(self.sublayers):
             stream.write(*sublayer(stream.read(t), rope, mask, cache))
@@ -605,7 +613,7 @@ def parse_flags(*configs, argv=None):
                 fail(f"--{name}={text}: choose from {', '.join(options)}")
             given[name] = text
         elif kind is bool:
-            if text.lower() not in ("", "true", "false"):
+            if has_value and text.lower() not in ("true", "false"):
                 fail(f"--{name}={text}: true or false")
             given[name] = text.lower() != "false"
         else:

@@ -1,0 +1,66 @@
+"""Generate text from a run.
+
+    python sample.py --out=out/mhar-nano --prompt="def main("
+    python sample.py --out=out/mhar-nano --samples=4 --temperature=0.7 --top_p=0.9
+
+One sample streams to the terminal as it comes; several are made together and printed one after the other.
+"""
+import codecs
+import sys
+from dataclasses import dataclass
+
+import torch
+
+import prepare
+from model import fail, load_run, parse_flags
+
+
+@dataclass
+class Config:
+    out: str = "out/mhar-nano"  # the run's folder
+    checkpoint: str = "ckpt.pt"  # or best.pt, ckpt_prev.pt
+    prompt: str = ""  # text to continue; empty: start a document
+    samples: int = 1  # number of samples
+    tokens: int = 500  # longest sample, in tokens; a sample ends where the model ends the document
+    temperature: float = 0.8  # 0: always the likeliest token
+    top_k: int = 0  # draw among the k likeliest tokens; 0: all
+    top_p: float = 0.0  # draw among the likeliest tokens that hold this probability; 0: all
+    window: int | None = None  # positions that attention looks back; unset: the run's seq
+    seed: int = 42  # of the draws
+    device: str | None = None  # unset: cuda if there is one, else cpu
+
+
+def sample(c):
+    device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if c.samples < 1 or c.tokens < 1 or c.temperature < 0 or c.top_k < 0 or not 0 <= c.top_p <= 1:
+        fail("--samples and --tokens must be positive, --temperature and --top_k not negative, --top_p from 0 to 1")
+    model, run = load_run(c.out, device, c.checkpoint)
+    encoding = prepare.encoding(run["data"]["encoding"], folder=run["data"]["folder"])
+    idx = torch.tensor([[encoding.eot] + encoding.encode(c.prompt)] * c.samples, device=device)
+    generator = torch.Generator(device).manual_seed(c.seed)
+    tokens = model.generate(idx, c.tokens, c.temperature, c.top_k, c.top_p, c.window or run["train"]["seq"], generator)
+    if c.samples == 1:
+        text = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can be split over tokens
+        print(c.prompt, end="", flush=True)
+        for token in tokens:
+            if token.item() == encoding.eot:
+                break
+            print(text.decode(encoding.decode_bytes([token.item()])), end="", flush=True)
+        return print()
+    rows = torch.stack(list(tokens), dim=1).tolist()
+    for i, row in enumerate(rows):
+        row = row[:row.index(encoding.eot)] if encoding.eot in row else row
+        print(f"--- {i + 1}\n{c.prompt}{encoding.decode(row)}")
+
+
+def main():
+    try:
+        sample(Config(**parse_flags(Config)))
+    except (ValueError, RuntimeError) as e:
+        fail(str(e).splitlines()[0])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

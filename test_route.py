@@ -1,0 +1,1248 @@
+"""Tests: python -m pytest -q
+
+First the model, against a small GPT in NumPy float64, written from the papers' formulas (README.md has them) with loops
+over tokens, heads and sources; nothing in it is fast and nothing is shared with model.py but the parameters' names.
+Then data and training, as commands that a person types.
+"""
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+
+import prepare
+import sample
+import train
+from model import GPT, SIZES, GPTConfig, load_run, parse_flags, rotary, route
+
+torch.set_num_threads(1)
+T = 7  # tokens
+SMALL = dict(n_layer=3, d_model=16, n_head=4, n_kv_head=2, head_dim=6, d_mlp=20, vocab_size=23, norm_eps=0.01)  # eps large enough to see
+ROUTES = {  # every route; the first column is the test's name
+    "baseline": dict(route="baseline"),
+    "hc": dict(route="hc"),
+    "attnres": dict(route="attnres"),
+    "lr": dict(route="lr"),
+    "lr-full": dict(route="lr", rank=5, key_norm="full"),
+    "lr-projected": dict(route="lr", rank=5, keys="projected"),
+    "mhar": dict(route="mhar"),
+    "mhar-rank": dict(route="mhar", heads=4, rank=8),
+    "mhar-slice": dict(route="mhar", heads=4, key_norm="slice"),
+    "headwise": dict(route="mhar", headwise=True),
+    "attnres-delta": dict(route="attnres", delta=True),
+    "lr-delta": dict(route="lr", delta=True, blocks=4),
+    "mhar-delta": dict(route="mhar", delta=True, blocks=2),
+    "mhar-blocks": dict(route="mhar", blocks=4),  # 4 and 5 do not divide 2L = 6
+    "projected-blocks": dict(route="lr", rank=5, keys="projected", blocks=4),
+}
+VARIANTS = {  # more settings, compared with the reference only
+    "hc-static": dict(route="hc"),
+    "hc-no-gain": dict(route="hc", norm_gain=False),
+    "attnres-no-gain": dict(route="attnres", key_gain="off", blocks=5),
+    "lr-gain": dict(route="lr", rank=7, key_gain="on", blocks=1),
+    "projected-gain": dict(route="lr", rank=5, keys="projected", key_gain="on", blocks=5),
+    "mhar-rank-slice": dict(route="mhar", heads=4, rank=8, key_norm="slice", blocks=3),
+    "mhar-one-coordinate": dict(route="mhar", rank=2, blocks=6),
+    "mhar-rank-delta": dict(route="mhar", heads=4, rank=12, delta=True, blocks=5),
+    "headwise-blocks": dict(route="mhar", headwise=True, heads=4, key_norm="slice", key_gain="off", blocks=4),
+    "untied-mha": dict(route="lr", tied=False, n_kv_head=4, head_dim=None, norm_gain=False, rope_theta=5e2),
+    "mqa-no-qk-norm": dict(route="mhar", heads=2, n_kv_head=1, qk_norm=False, rope_scaling="8,1,4,64"),
+}
+every_route = pytest.mark.parametrize("name", ROUTES)
+
+
+def build(seed=0, dtype=torch.float64, noise=0.5, **flags):
+    """A small model in which no parameter has its initial value."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**SMALL | flags), dtype).to(dtype)
+    for p in model.parameters():
+        p.data += noise * torch.randn_like(p)
+    return model
+
+
+def tokens(seed=1, batch=1, length=T):
+    return torch.randint(SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reference
+
+
+def rms(x, gain=1.0, eps=0.0):
+    return gain * x / math.sqrt(sum(a * a for a in x) / len(x) + eps)
+
+
+def naive_route(sources, query, norm, eps, keys=None):
+    """sources: n vectors [d], query [H, R], keys: n vectors [R] or None -> mix [d], weights [n, H]."""
+    H, R = query.shape
+    d = len(sources[0])
+    width, mix, weights = d // H, np.zeros(d), np.zeros((len(sources), H))
+    for h in range(H):
+        scores = []
+        for i, v in enumerate(sources):
+            key = keys[i] if keys is not None else v[(h + 1) * width - R:(h + 1) * width]
+            rho = math.sqrt(np.mean((v if norm == "full" else key) ** 2) + eps)
+            scores.append(sum(query[h, a] * key[a] for a in range(R)) / rho)
+        total = sum(math.exp(z) for z in scores)
+        for i, v in enumerate(sources):
+            weights[i, h] = math.exp(scores[i]) / total
+            mix[h * width:(h + 1) * width] += weights[i, h] * v[h * width:(h + 1) * width]
+    return mix, weights
+
+
+def by_block(t, M, N):
+    """The outputs 1..t in their blocks; of M outputs in N blocks, output k is in block floor((k - 1) N / M)."""
+    return [list(block) for _, block in itertools.groupby(range(1, t + 1), lambda k: (k - 1) * N // M)]
+
+
+def rope_frequencies(c):
+    """Llama 3.1's apply_scaling, case by case."""
+    for i in range(c.head_dim // 2):
+        freq = c.rope_theta ** (-2 * i / c.head_dim)
+        if c.rope_scaling:
+            factor, low, high, original = map(float, c.rope_scaling.split(","))
+            wavelength = 2 * math.pi / freq
+            if wavelength > original / low:
+                freq = freq / factor
+            elif wavelength > original / high:
+                smooth = (original / wavelength - low) / (high - low)
+                freq = (1 - smooth) * freq / factor + smooth * freq
+        yield freq
+
+
+def naive_gpt(c, state, idx, docs=None, window=None):
+    """Token ids [T] -> logits [T, vocab_size]. Reads c's plain fields only; the defaults are written out again here."""
+    p = {name: x.detach().double().numpy() for name, x in state.items()}
+    M, d, eps, length = 2 * c.n_layer, c.d_model, c.norm_eps, len(idx)
+    N = c.blocks or M
+    H = (c.heads or c.n_kv_head) if c.route == "mhar" else 1
+    norm = {"auto": "slice" if c.route == "lr" else "full"}.get(c.key_norm, c.key_norm)
+    gained = c.key_gain == "on" or c.key_gain == "auto" and c.route != "lr"
+    router = lambda name: p["router." + name]
+    query = lambda name, t: router(name + "query")[t] * (router(name + "gain")[t] if gained else 1)
+    embedding = [p["embed.weight"][i] for i in idx]
+    outputs, keys = [], []  # outputs[k - 1][u]: what sublayer k wrote at token u; keys: its projected key
+    if c.route == "hc":
+        copies = [[x] * 4 for x in embedding]
+
+    def mix(t, u, query, norm=norm):
+        first = router("null") if c.delta else embedding[u]
+        blocks = by_block(t, M, N)
+        sources = [first] + [sum(outputs[k - 1][u] for k in block) for block in blocks]
+        projected = None
+        if c.keys == "projected":
+            projected = [router("key_embed") @ embedding[u]] + [sum(keys[k - 1][u] for k in block) for block in blocks]
+        return naive_route(sources, query, norm, eps, projected)[0]
+
+    def read(t, u):
+        """What sublayer t reads at token u, once for each KV group."""
+        if c.route == "hc":
+            if t == M:
+                return [sum(copies[u]) / 4]
+            normed = [rms(x, router("norm")[t] if c.norm_gain else 1.0, eps) for x in copies[u]]
+            alpha = [router("alpha")[t][j] + router("s_alpha")[t] * np.tanh(normed[j] @ router("w_alpha")[t]) for j in range(4)]
+            beta[u] = [router("beta")[t][j] + router("s_beta")[t] * math.tanh(normed[j] @ router("w_beta")[t][:, 0]) for j in range(4)]
+            mixed = [sum(alpha[j][k] * copies[u][j] for j in range(4)) for k in range(5)]
+            copies[u] = mixed[1:]
+            return [mixed[0]] * c.n_kv_head
+        residual = embedding[u] + sum(y[u] for y in outputs)
+        if c.route == "baseline":
+            return [residual] * c.n_kv_head
+        if c.headwise and t % 2 == 0 and t < M:
+            return [mix(t, u, query("group_", t // 2)[g][None], "full") for g in range(c.n_kv_head)]
+        x = mix(t, u, query("", t))
+        return [residual + router("gate")[t] * x if c.delta else x] * c.n_kv_head
+
+    def turn(x, position):
+        half, y = len(x) // 2, np.empty(len(x))
+        for i, freq in enumerate(rope_frequencies(c)):
+            z = complex(x[i], x[i + half]) * complex(math.cos(position * freq), math.sin(position * freq))
+            y[i], y[i + half] = z.real, z.imag
+        return y
+
+    def attention(t, x):
+        """x[u][g] -> hidden[u], the heads' outputs side by side."""
+        w = lambda name: p[f"sublayers.{t}.{name}.weight"]
+        qk = lambda name, y: rms(y, w(name + "_norm") if c.norm_gain else 1.0, eps) if c.qk_norm else y
+        cut = lambda name, head: w(name)[head * c.head_dim:(head + 1) * c.head_dim]
+        hidden = [[] for _ in range(length)]
+        for head in range(c.n_head):
+            g = head // (c.n_head // c.n_kv_head)
+            q = [turn(qk("q", cut("q", head) @ x[u][g]), u) for u in range(length)]
+            k = [turn(qk("k", cut("k", g) @ x[u][g]), u) for u in range(length)]
+            v = [cut("v", g) @ x[u][g] for u in range(length)]
+            for u in range(length):
+                seen = [s for s in range(u + 1) if (docs is None or docs[s] == docs[u]) and (window is None or s > u - window)]
+                e = [math.exp(q[u] @ k[s] / math.sqrt(c.head_dim)) for s in seen]
+                hidden[u].extend(sum(a / sum(e) * v[s] for a, s in zip(e, seen)))
+        return [np.array(h) for h in hidden]
+
+    for t in range(M):
+        w = lambda name: p[f"sublayers.{t}.{name}.weight"]
+        beta = {}
+        x = [[rms(y, w("norm") if c.norm_gain else 1.0, eps) for y in read(t, u)] for u in range(length)]
+        if t % 2 == 0:
+            hidden, out = attention(t, x), w("o")
+        else:
+            a = [w("gate") @ y[0] for y in x]
+            hidden, out = [a / (1 + np.exp(-a)) * (w("up") @ y[0]) for a, y in zip(a, x)], w("down")
+        outputs.append([out @ h for h in hidden])
+        if c.keys == "projected":
+            keys.append([router("key_mlp" if t % 2 else "key_attn")[t // 2] @ h for h in hidden])
+        if c.route == "hc":
+            copies = [[x + b * outputs[-1][u] for x, b in zip(copies[u], beta[u])] for u in range(length)]
+    head = p["embed.weight" if c.tied else "head.weight"]
+    return np.stack([head @ rms(read(M, u)[0], p["norm.weight"] if c.norm_gain else 1.0, eps) for u in range(length)])
+
+
+def close(a, b, tol=1e-9):
+    a, b = (torch.as_tensor(x).double() for x in (a, b))
+    return a.shape == b.shape and (a - b).abs().max().item() <= tol * b.abs().max().item()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Every route against the reference
+
+
+@pytest.mark.parametrize("name", ROUTES | VARIANTS)
+def test_logits_and_gradients(name):
+    model = build(**(ROUTES | VARIANTS)[name])
+    if name == "hc-static":
+        model.router["w_alpha"].data.zero_(), model.router["w_beta"].data.zero_()
+    idx = tokens(batch=2)
+    logits = model(idx)
+    for row, expected in zip(idx.tolist(), logits):
+        assert close(expected, naive_gpt(model.config, model.state_dict(), row))
+    # The gradient of some function of the logits along one random direction in parameter space, by central difference.
+    g = torch.Generator().manual_seed(2)
+    cotangent = torch.randn(logits.shape[1:], generator=g, dtype=torch.float64)
+    grads = torch.autograd.grad((logits[0] * cotangent).sum(), list(model.parameters()), allow_unused=True)
+    names = [n for n, _ in model.named_parameters()]
+    assert all(x is not None for x in grads)
+    direction = {n: torch.randn(x.shape, generator=g, dtype=torch.float64) for n, x in zip(names, grads)}
+    slope = sum((direction[n] * x).sum().item() for n, x in zip(names, grads))
+    moved = lambda h: {n: x + h * direction["embed.weight" if model.config.tied and n == "head.weight" else n] for n, x in model.state_dict().items()}
+    f = lambda h: (naive_gpt(model.config, moved(h), idx[0].tolist()) * cotangent.numpy()).sum()
+    assert slope == pytest.approx((f(1e-6) - f(-1e-6)) / 2e-6, rel=1e-5, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mhar", "lr-projected"])
+def test_loss_is_the_mean_cross_entropy(name):
+    model, idx = build(**ROUTES[name]), tokens(batch=2)
+    p = np.concatenate([naive_gpt(model.config, model.state_dict(), row) for row in idx.tolist()])
+    nats = [math.log(np.exp(z).sum()) - z[y] for z, y in zip(p, tokens(3, 2).flatten().tolist())]
+    assert model(idx, tokens(3, 2)).item() == pytest.approx(sum(nats) / len(nats), rel=1e-9)
+
+
+def test_rope_scaling_of_llama():
+    c = GPTConfig.from_size("8b")
+    angle = torch.outer(torch.tensor([5.0, 6.0, 7.0]).double(), torch.tensor(list(rope_frequencies(c)), dtype=torch.float64))
+    cos, sin = rotary(c, 5, 3, torch.device("cpu"))
+    assert close(cos, angle.cos()) and close(sin, angle.sin())
+    kept = torch.tensor(list(rope_frequencies(c))) * 5e5 ** (torch.arange(64) / 64)
+    assert kept[0] == 1 and kept[-1].item() == pytest.approx(1 / 8) and ((kept > 0.13) & (kept < 0.99)).any()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Identities, bit for bit in fp32
+
+
+@pytest.mark.parametrize("a, b", [
+    (dict(route="mhar", heads=1), dict(route="attnres")),
+    (dict(route="mhar", heads=1, blocks=4), dict(route="attnres", blocks=4)),
+    (dict(route="lr", rank=16, key_gain="on"), dict(route="attnres")),
+    (dict(route="mhar", blocks=6), dict(route="mhar")),
+    (dict(route="mhar", blocks=0), dict(route="mhar")),
+    (dict(route="lr", blocks=6), dict(route="lr", blocks=0)),
+], ids=str)
+def test_identity(a, b):
+    a, b = build(dtype=torch.float32, **a), build(7, torch.float32, **b)
+    b.load_state_dict(a.state_dict())
+    idx = tokens(batch=2)
+    assert torch.equal(a(idx), b(idx))
+
+
+@pytest.mark.parametrize("name", ["attnres-delta", "lr-delta", "mhar-delta", "mhar-rank-delta", "hc"])
+def test_starts_as_the_baseline(name):
+    flags = (ROUTES | VARIANTS)[name]
+    base = build(dtype=torch.float32, route="baseline")
+    grafted = GPT(GPTConfig(**SMALL | flags))
+    if name != "hc":  # closed gates hide every query, gain and null vector
+        for key, p in grafted.router.items():
+            p.data += 0.0 if key == "gate" else torch.randn_like(p)
+    grafted.load_state_dict(base.state_dict(), strict=False)
+    idx = tokens(batch=2)
+    assert torch.equal(base(idx), grafted(idx))
+
+
+@pytest.mark.parametrize("name", ["attnres-delta", "lr-delta", "mhar-delta", "hc"])
+def test_leaves_the_baseline_after_one_step(name):
+    logits = []
+    for flags in (dict(route="baseline"), ROUTES[name]):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(**SMALL | flags))
+        start = model(tokens())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        model(tokens(), tokens(2)).backward()
+        optimizer.step()
+        logits.append((start, model(tokens())))
+    assert torch.equal(logits[0][0], logits[1][0]) and not torch.allclose(logits[0][1], logits[1][1], atol=1e-4)
+
+
+def test_one_seed_one_backbone():
+    states = []
+    for flags in ROUTES.values():
+        torch.manual_seed(11)
+        model = GPT(GPTConfig(**SMALL | flags))
+        backbone = {n: x for n, x in model.state_dict().items() if not n.startswith("router.")}
+        states.append(backbone | {"next draw": torch.randn(3)})
+        for n, x in model.router.items():  # queries start at zero, gains at one
+            assert "query" not in n or not x.any()
+            assert "gain" not in n or (x == 1).all()
+    for state in states:
+        assert state.keys() == states[0].keys() and all(torch.equal(x, states[0][n]) for n, x in state.items())
+    assert states[0]["sublayers.3.up.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+    assert states[0]["embed.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Slots, parameters and FLOPs
+
+
+@pytest.mark.parametrize("L", [1, 3, 5])
+def test_slots(L):
+    for N in range(1, 2 * L + 1):
+        c = GPTConfig(n_layer=L, blocks=N)
+        assert len(by_block(2 * L, 2 * L, N)) == N
+        for t in range(2 * L + 1):
+            assert c.slots(t) == [0] + [block[-1] for block in by_block(t, 2 * L, N)]
+
+
+@pytest.mark.parametrize("N, reads", [(0, 1224), (None, 1224), (48, 1224), (4, 168), (8, 264), (16, 456)])
+def test_source_reads(N, reads):
+    c = GPTConfig(n_layer=24, blocks=N)
+    assert sum(len(c.slots(t)) for t in range(1, 49)) == c.source_reads() == reads
+    assert c.slots(0) == [0] and max(len(c.slots(t)) for t in range(49)) == (N or 48) + 1
+
+
+PRESETS = {  # L, d, heads, KV heads, MLP, vocabulary, tied
+    "nano": (6, 128, 4, 2, 384, 257, True), "100m": (12, 512, 8, 4, 1536, 151_936, True),
+    "124m": (12, 768, 12, 4, 2304, 151_936, True), "350m": (24, 1024, 16, 8, 4096, 151_936, True),
+    "1b": (36, 1280, 16, 8, 5120, 151_936, True), "lr-0.5b": (24, 1024, 16, 16, 2816, 100_277, False),
+    "lr-1b": (24, 1536, 24, 24, 4224, 100_277, False), "lr-4b": (44, 2560, 40, 40, 7040, 100_277, False),
+    "8b": (32, 4096, 32, 8, 14_336, 128_256, False)}
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_presets(size):
+    c = GPTConfig.from_size(size, route="baseline")
+    L, d, heads, kv, m, V, tied = PRESETS[size]
+    assert set(PRESETS) == set(SIZES)
+    assert (c.n_layer, c.d_model, c.n_head, c.n_kv_head, c.d_mlp, c.vocab_size, c.tied) == PRESETS[size]
+    width, lr = c.head_dim, size.startswith("lr")
+    assert width == d // heads and c.qk_norm == (size != "8b") and c.norm_gain != lr and c.norm_eps == (1e-5 if size == "8b" else 1e-6)
+    assert c.rope_theta == (5e5 if lr or size == "8b" else 1e4) and c.rope_scaling == ("8,1,4,8192" if size == "8b" else "")
+    with torch.device("meta"):
+        params = GPT(c).num_params()
+    matrices = L * (2 * d * heads * width + 2 * d * kv * width + 3 * d * m)
+    gains = 0 if lr else d + L * (2 * d + (2 * width if c.qk_norm else 0))
+    assert params == {"total": matrices + gains + V * d * (2 - tied), "non_embedding": matrices + gains, "routing": 0}
+    assert c.flops(100) == 6 * (matrices + d * V + L * 2 * heads * width * 100)
+    routed = GPTConfig.from_size(size)
+    assert (routed.route, routed.delta, routed.blocks, routed.H) == ("mhar", size == "8b", 8 if size == "8b" else None, kv)
+
+
+@pytest.mark.parametrize("size, flags, added", [
+    ("350m", dict(route="mhar"), 49 * 2 * 1024), ("350m", dict(route="mhar"), 100_352), ("1b", dict(route="mhar"), 186_880),
+    ("1b", dict(route="mhar", heads=4, rank=128), 73 * 2 * 128), ("350m", dict(route="attnres"), 100_352),
+    ("lr-0.5b", dict(route="lr", rank=32), 1_536), ("lr-0.5b", dict(route="lr", rank=32, key_gain="on"), 2 * 1_536),
+    ("lr-0.5b", dict(route="lr", keys="projected"), 2_983_424),
+    ("350m", dict(route="mhar", delta=True, blocks=8), 100_352 + 1024 + 49),
+    ("350m", dict(route="mhar", headwise=True), 100_352 + 24 * 8 * 2 * 1024),
+    ("nano", dict(route="hc"), 12 * (4 * 5 + 128 * 5 + 1 + 4 + 128 + 1 + 128)),
+], ids=str)
+def test_parameters(size, flags, added):
+    with torch.device("meta"):
+        base, routed = (GPT(GPTConfig.from_size(size, vocab_size=8, **f)).num_params() for f in (dict(route="baseline"), flags))
+    assert routed == {"total": base["total"] + added, "non_embedding": base["non_embedding"] + added, "routing": added}
+
+
+@pytest.mark.parametrize("size, flags, percent", [
+    ("100m", dict(), "0.879"), ("350m", dict(), "0.664"), ("1b", dict(), "0.781"),
+    *[("lr-0.5b", dict(route="lr", rank=r), p) for r, p in zip((16, 32, 64, 128, 256, 512, 768, 1024), (
+        "0.4129", "0.4193", "0.4320", "0.4574", "0.5082", "0.6099", "0.7115", "0.8131"))],
+    *[("lr-0.5b", dict(route="lr", rank=128, blocks=N), p) for N, p in ((4, "0.06278"), (8, "0.09865"), (16, "0.1704"))],
+    *[("lr-0.5b", dict(route="lr", rank=r, keys="projected"), p) for r, p in ((16, "0.8966"), (32, "1.387"), (64, "2.367"))],
+    *[("lr-0.5b", dict(route="lr", keys="projected", blocks=N), p) for N, p in ((4, "1.025"), (8, "1.058"), (16, "1.123"))],
+], ids=str)
+def test_flops(size, flags, percent):
+    """The routing's share of the core, as in the papers' tables."""
+    c = GPTConfig.from_size(size, **flags)
+    core = 6 * c.n_layer * (2 * c.d_model ** 2 + 2 * c.d_model * c.n_kv_head * c.head_dim + 3 * c.d_model * c.d_mlp)
+    share = 100 * (c.flops(512) - GPTConfig.from_size(size, route="baseline").flops(512)) / core
+    assert f"{share:.{len(percent.split('.')[1])}f}" == percent
+
+
+def test_flops_of_headwise_and_hyper_connections():
+    added = lambda **flags: (GPTConfig.from_size("nano", **flags).flops(64) - GPTConfig.from_size("nano", route="baseline").flops(64)) / 6
+    reads = [1 + len(by_block(t, 12, 4)) for t in range(13)]  # 12 sublayers, d = 128, 2 KV groups
+    assert added(route="mhar", headwise=True, blocks=4) == sum(n * 2 * 128 * (2 if t in (2, 4, 6, 8, 10) else 1) for t, n in enumerate(reads) if t)
+    assert added(route="hc") == 12 * 128 * 4 * (5 + 1 + 5 + 1)  # weights A and b from 4 copies, mix into 5, write
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One read: route()
+
+
+def one_read(H=1, R=4, d=12, n=4, lead=(2, 3), seed=0, dtype=torch.float64, projected=False):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+    sources = [draw(*lead, d) for _ in range(n)]
+    return sources, draw(H, R).to(torch.promote_types(dtype, torch.float32)), [draw(*lead, H * R) for _ in range(n)] if projected else None
+
+
+READS = [dict(norm="full", R=12), dict(norm="full", R=5), dict(norm="slice", R=5), dict(norm="full", H=3, R=4),
+         dict(norm="full", H=3, R=2), dict(norm="slice", H=3, R=2), dict(norm="slice", R=5, projected=True)]
+every_read = pytest.mark.parametrize("read", READS, ids=str)
+
+
+@every_read
+def test_route_forms(read):
+    norm, shape = read["norm"], {k: v for k, v in read.items() if k != "norm"}
+    for dtype, tol in ((torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        sources, query, keys = one_read(dtype=dtype, **shape)
+        mix, weights = route(sources, query, norm=norm, keys=keys, eps=0.1)
+        H = len(query)
+        assert mix.shape == (2, 3, 12) and mix.dtype == dtype
+        assert weights.shape == (4, 2, 3, H) and weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert close(weights.sum(0), torch.ones(2, 3, H), 1e-6)
+        for a, b in zip((mix, weights), route(torch.stack(sources), query, norm=norm, keys=keys, eps=0.1)):
+            assert torch.equal(a, b)
+        for u in itertools.product(range(2), range(3)):
+            at = lambda bank: None if bank is None else [v[u].double().numpy() for v in bank]
+            m, w = naive_route(at(sources), query.double().numpy(), norm, 0.1, at(keys))
+            assert close(mix[u], m, tol) and close(weights[:, u[0], u[1]], w, min(tol, 2e-6))  # weights never see bf16
+
+
+@every_read
+def test_route_gradcheck(read):
+    sources, query, keys = one_read(lead=(2,), n=3, **{k: v for k, v in read.items() if k != "norm"})
+    leaves = [x.requires_grad_() for x in [query, *sources, *(keys or [])]]
+    f = lambda q, *x: route(list(x[:3]), q, norm=read["norm"], keys=list(x[3:]) or None)
+    assert torch.autograd.gradcheck(f, leaves)
+
+
+@pytest.mark.parametrize("query, options", [
+    ((5, 2), {}), ((3, 5), {}), ((1, 13), {}), ((1, 4), dict(norm="rms")), ((1, 4), dict(norm="slice", keys=5)), ((1, 4), dict(norm="full", keys=4)),
+], ids=str)
+def test_route_refuses(query, options):
+    if "keys" in options:
+        options = options | {"keys": [torch.zeros(2, options["keys"])] * 3}
+    with pytest.raises(ValueError):
+        route([torch.zeros(2, 12)] * 3, torch.zeros(query), **options)
+
+
+def lr_read(norm):
+    """One read with H = 1, key width 4 of d = 12, and a gradient g into its mix."""
+    sources, query, _ = one_read(R=4, lead=())
+    mix, weights = route([v.requires_grad_() for v in sources], query, norm=norm, eps=0.1)
+    g = torch.linspace(-1, 2, 12, dtype=torch.float64)
+    grads = torch.autograd.grad(mix @ g, sources)
+    return [v.detach() for v in sources], query[0], mix.detach(), weights.detach()[:, 0], g, grads
+
+
+@pytest.mark.parametrize("norm", ["slice", "full"])
+def test_lr_gradient(norm):
+    """LR Eqs. 15, 16, 21 to 23: what reaches a source through its value, its key and the key's norm."""
+    sources, q, mix, weights, g, grads = lr_read(norm)
+    for v, w, grad in zip(sources, weights, grads):
+        key = v[-4:]
+        width, normed = (4, key) if norm == "slice" else (12, v)
+        rho = (normed.square().mean() + 0.1).sqrt()
+        z = q @ key / rho
+        dz = w * (g @ v - g @ mix)
+        expected = w * g
+        expected[-4:] += dz * q / rho
+        expected[-width:] -= normed * dz * z / (width * rho ** 2)
+        assert close(grad, expected, 1e-12)
+        if norm == "slice":  # unselected coordinates see the value path alone
+            assert torch.equal(grad[:-4], (w * g)[:-4])
+        else:  # what remains there is radial
+            assert close((grad - w * g)[:-4], -v[:-4] * dz * z / (12 * rho ** 2), 1e-10)
+
+
+@pytest.mark.parametrize("norm", ["slice", "full"])
+def test_lr_weights_see_key_coordinates_only(norm):
+    sources, q, mix, weights, *_ = lr_read(norm)
+    for i in range(4):
+        moved = [v.clone() for v in sources]
+        moved[i][:-4] += torch.linspace(1, 2, 8, dtype=torch.float64)
+        mix2, weights2 = route(moved, q[None], norm=norm, eps=0.1)
+        assert torch.equal(weights2[:, 0], weights) == (norm == "slice") and not torch.equal(mix, mix2)
+        moved[i][-1] += 1
+        assert not torch.equal(route(moved, q[None], norm=norm, eps=0.1)[1][:, 0], weights)
+
+
+@pytest.mark.parametrize("norm", ["slice", "full"])
+def test_lr_jacobian_rank(norm):
+    """The mix's Jacobian in one source is w times the identity plus a matrix of rank one."""
+    sources, q, _, weights, *_ = lr_read(norm)
+    for i in range(4):
+        f = lambda v: route(sources[:i] + [v] + sources[i + 1:], q[None], norm=norm, eps=0.1)[0]
+        J = torch.autograd.functional.jacobian(f, sources[i])
+        assert torch.linalg.matrix_rank(J) >= 11
+        assert torch.linalg.matrix_rank(J - weights[i] * torch.eye(12, dtype=torch.float64), rtol=1e-10) == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Causality, documents, generation
+
+
+@every_route
+def test_causality(name):
+    model, idx = build(dtype=torch.float32, **ROUTES[name]), tokens()
+    logits = model(idx)
+    for k in range(T):
+        changed = idx.clone()
+        changed[0, k] = (changed[0, k] + 1) % SMALL["vocab_size"]
+        other = model(changed)
+        assert torch.equal(other[:, :k], logits[:, :k]) and (other[:, k:] != logits[:, k:]).any(-1).all()
+
+
+@every_route
+def test_packed_documents(name):
+    model, idx = build(**ROUTES[name]), tokens(batch=2)
+    docs = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [4, 5, 5, 5, 5, 6, 6]])
+    packed = model(idx, docs=docs)
+    for row in range(2):
+        for doc in docs[row].unique():
+            inside = docs[row] == doc
+            assert close(packed[row, inside], model(idx[row:row + 1, inside])[0])
+        assert close(packed[row], naive_gpt(model.config, model.state_dict(), idx[row].tolist(), docs=docs[row].tolist()))
+
+
+@every_route
+def test_greedy_with_cache(name):
+    model, idx = build(**ROUTES[name]), tokens(batch=3, length=4)
+    made = torch.stack(list(model.generate(idx, 12, temperature=0)), 1)
+    for _ in range(12):
+        idx = torch.cat((idx, model(idx)[:, -1:].argmax(-1)), 1)
+    assert torch.equal(made, idx[:, 4:]) and len(made.unique()) > 3
+
+
+@pytest.mark.parametrize("length", [2, 3, 7])  # of the prompt: shorter than the window, as long, longer
+@pytest.mark.parametrize("name", ["baseline", "mhar", "headwise"])
+def test_sliding_window(name, length):
+    model, idx = build(**ROUTES[name]), tokens(length=length)
+    made = torch.stack(list(model.generate(idx, 6, temperature=0, window=3)), 1)[0].tolist()
+    row = idx[0].tolist()
+    for _ in range(6):
+        row.append(int(naive_gpt(model.config, model.state_dict(), row, window=3)[-1].argmax()))
+    assert made == row[length:]
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [(1, None, None), (0.5, None, None), (2, 3, None), (1, None, 0.6), (2, 5, 0.5), (3, 99, 0.01), (1, 1, None)])
+def test_sampling(temperature, top_k, top_p):
+    """4000 draws come from the allowed set only, as often as they should."""
+    model, idx = build(noise=0.2), tokens()
+    draw = lambda: next(model.generate(idx.expand(4000, T), 1, temperature, top_k, top_p, generator=torch.Generator().manual_seed(0)))
+    drawn = draw()
+    p = np.exp(naive_gpt(model.config, model.state_dict(), idx[0].tolist())[-1] / temperature)
+    order = np.argsort(-p)
+    p[order[top_k or len(p):]] = 0
+    p /= p.sum()
+    if top_p:  # the likeliest tokens until they hold top_p
+        keep = next(n for n in range(1, len(p) + 1) if p[order[:n]].sum() >= top_p)
+        p[order[keep:]] = 0
+        p /= p.sum()
+    counts = np.bincount(drawn, minlength=len(p))
+    assert not counts[p == 0].any()
+    assert (abs(counts - 4000 * p) <= 5 * np.sqrt(4000 * p) + 3).all()
+    assert torch.equal(drawn, draw())
+
+
+@every_route
+def test_bf16(name):
+    """Activations and matrices in bf16; vectors and everything of the router stay fp32, and receive gradients."""
+    exact, model = build(noise=0.1, **ROUTES[name]), GPT(GPTConfig(**SMALL | ROUTES[name]), torch.bfloat16)
+    model.load_state_dict(exact.state_dict())
+    assert model.cast_parameters(torch.bfloat16) is model
+    for n, p in model.named_parameters():
+        assert p.dtype == (torch.float32 if p.ndim == 1 or n.startswith("router.") else torch.bfloat16), n
+    logits = model(tokens())
+    assert logits.dtype == torch.bfloat16 and close(logits, exact(tokens()), 0.05)
+    loss = model(tokens(), tokens(2))
+    loss.backward()
+    assert loss.dtype == torch.float32 and all(p.grad.isfinite().all() for p in model.parameters())
+    next(model.generate(tokens(), 1))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize("flags, word", [
+    (dict(n_kv_head=3), "n_kv_head"), (dict(n_head=5, n_kv_head=5, head_dim=None), "n_head"), (dict(head_dim=5), "head_dim"), (dict(n_layer=0), "n_layer"),
+    (dict(rope_scaling="8,1,4"), "rope_scaling"), (dict(rope_scaling="a,b,c,d"), "rope_scaling"),
+    *[(dict(route=route, rank=r), "rank") for route in ("lr", "mhar") for r in (17, 18, -2, 0)],
+    *[(dict(route="mhar", heads=h), "heads") for h in (3, 5, 32, -1, 0)],
+    (dict(route="mhar", heads=3, rank=6), "heads"), (dict(route="mhar", n_head=6, n_kv_head=3), "heads"),
+    *[(dict(route=route, blocks=N), "blocks") for route in ("attnres", "lr", "mhar") for N in (7, -1)],
+    (dict(route="mhar", heads=4, rank=6), "rank"), (dict(route="mhar", rank=3), "rank"),
+    (dict(route="attnres", heads=1), "heads"), (dict(route="attnres", rank=4), "rank"), (dict(route="attnres", headwise=True), "headwise"),
+    (dict(route="attnres", keys="projected"), "keys"), (dict(route="lr", heads=2), "heads"), (dict(route="lr", headwise=True), "headwise"),
+    (dict(route="mhar", headwise=True, rank=8), "rank"), (dict(headwise=True, delta=True), "delta"), (dict(route="mhar", keys="projected"), "keys"),
+    (dict(route="lr", keys="projected", rank=4, key_norm="full"), "key_norm"), (dict(route="lr", keys="projected", rank=4, delta=True), "delta"),
+    *[(dict(route=route, **{flag: value}), flag) for route in ("baseline", "hc") for flag, value in dict(
+        blocks=2, rank=4, heads=2, key_norm="full", key_gain="off", keys="projected", delta=True, headwise=True).items()],
+    *[({flag: "nope"}, flag) for flag in ("route", "key_norm", "key_gain")], (dict(route="lr", keys="nope"), "keys"),
+], ids=str)
+def test_config_refuses(flags, word):
+    with pytest.raises(ValueError, match=word) as e:
+        GPTConfig(**SMALL | flags)
+    assert "\n" not in str(e.value)
+
+
+def test_from_size():
+    with pytest.raises(ValueError, match="350m"):
+        GPTConfig.from_size("350M")
+    with pytest.raises(ValueError, match="blocks"):
+        GPTConfig.from_size("nano", blocks=13)
+    c = GPTConfig.from_size("8b", n_layer=4, blocks=0)
+    assert (c.n_layer, c.N, c.delta) == (4, 8, True)
+    assert GPTConfig.from_size("8b", route="baseline").delta is False
+
+
+@pytest.mark.parametrize("argv, given", [
+    ([], {}), (["--route=lr", "--rank=8"], dict(route="lr", rank=8)), (["--delta"], dict(delta=True)), (["--delta=true"], dict(delta=True)),
+    (["--tied=false"], dict(tied=False)), (["--rope_theta=5e5"], dict(rope_theta=5e5)), (["--blocks=0"], dict(blocks=0)),
+    (["--rope_scaling=8,1,4,8192"], dict(rope_scaling="8,1,4,8192")),
+])
+def test_flags(argv, given):
+    parsed = parse_flags(GPTConfig, argv=argv)
+    assert parsed == given and all(type(parsed[name]) is type(value) for name, value in given.items())
+
+
+@pytest.mark.parametrize("arg, words", [
+    ("--n_layers=3", ["--n_layers", "did you mean --n_layer?"]), ("--xyzzy", ["--xyzzy"]), ("route=mhar", ["route"]), ("--rank", ["--rank=", "value"]),
+    ("--rank=four", ["rank", "four", "number"]), ("--rank=4.5", ["rank", "4.5", "whole"]), ("--norm_eps=small", ["norm_eps", "small"]),
+    ("--route=mahr", ["mahr", "mhar", "baseline", "hc"]), ("--key_norm=", ["key_norm", "slice"]), ("--delta=maybe", ["delta", "maybe", "true"]),
+])
+def test_flags_refuse(arg, words, capsys):
+    with pytest.raises(SystemExit) as e:
+        parse_flags(GPTConfig, argv=["--route=lr", arg])
+    out, err = capsys.readouterr()
+    assert e.value.code == 2 and not out and err.count("\n") == 1 and err.endswith("\n") and all(word in err for word in words)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as e:
+        parse_flags(GPTConfig, argv=["--help"])
+    out, err = capsys.readouterr()
+    assert e.value.code == 0 and not err
+    for flag, default in (("route", "mhar"), ("n_layer", "6"), ("rank", "None"), ("norm_eps", "1e-06")):
+        line = next(line for line in out.splitlines() if line.startswith(f"  --{flag}="))
+        assert default in line and len(line) > 40  # with its comment
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def make_texts(folder, n=200):
+    """n distinct documents, some empty, not UTF-8 or duplicate; returns the files' bytes in sorted order."""
+    rng = np.random.default_rng(0)
+    docs = [f"{i} <|endoftext|> é漢🎉\r\n {' '.join(map(str, rng.integers(0, 99, rng.integers(1, 200))))}".encode() for i in range(n)]
+    docs[10:10] = [b"", b"\xff\xfe", docs[3], b"abc\xe9", docs[50], b""]
+    folder.mkdir()
+    for i, doc in enumerate(docs):
+        (folder / f"{i:04}.txt").write_bytes(doc)
+    return docs
+
+
+def expected_tokens(docs, fraction):
+    """{split: tokens} by the definition: eot, then the bytes, in order, each document once, split by its hash."""
+    out, seen = {"train": [], "val": []}, set()
+    for doc in docs:
+        try:
+            doc.decode("utf-8", errors="strict")
+        except UnicodeDecodeError:
+            continue
+        if doc and doc not in seen:
+            seen.add(doc)
+            first = hashlib.blake2b(doc, digest_size=16).hexdigest()[:16]
+            out["val" if int(first, 16) < fraction * 16**16 else "train"] += [256, *doc]
+    return out
+
+
+def text_config(folder, out, **more):
+    return prepare.Config(**dict(dataset="text", glob=f"{folder}/*", out=str(out), val_fraction=0.2, workers=1) | more)
+
+
+@pytest.fixture
+def made(tmp_path):
+    docs = make_texts(tmp_path / "texts")
+    prepare.prepare(text_config(tmp_path / "texts", tmp_path / "data"))
+    return tmp_path / "data", docs
+
+
+def run_main(monkeypatch, capsys, *flags):
+    """(exit code, stderr) of the script with these flags."""
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *flags])
+    capsys.readouterr()
+    try:
+        code = prepare.main() or 0
+    except SystemExit as e:
+        code = e.code
+    return code, capsys.readouterr().err
+
+
+def test_prepare_documents_split_and_order_whatever_the_workers(tmp_path, monkeypatch):
+    docs = make_texts(tmp_path / "texts")
+    monkeypatch.setattr(prepare, "CHUNK", 700)  # many chunks
+    want = expected_tokens(docs, 0.2)
+    for workers in (1, 2, 5):
+        out = tmp_path / f"data{workers}"
+        prepare.prepare(text_config(tmp_path / "texts", out, workers=workers))
+        meta = json.loads((out / "meta.json").read_text())
+        for split in ("train", "val"):
+            assert np.fromfile(out / f"{split}_000.bin", "<u2").tolist() == want[split]
+            assert meta["tokens"][split] == len(want[split])
+        count = meta["documents"]
+        assert (count["empty"], count["invalid"], count["duplicate"], count["train"] + count["val"]) == (2, 2, 2, 200)
+        assert (meta["encoding"], meta["vocab_size"], meta["eot"], meta["dtype"]) == ("bytes", 257, 256, "uint16")
+        assert sorted(p.name for p in out.iterdir()) == ["meta.json", "train_000.bin", "val_000.bin"]
+        assert os.getcwd() not in meta["command"] and "workers" not in meta["command"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_prepare_split_does_not_depend_on_order_or_company(tmp_path):
+    docs = make_texts(tmp_path / "texts")
+    (tmp_path / "fewer").mkdir()
+    for i, doc in enumerate(docs[::-2]):
+        (tmp_path / "fewer" / f"{i:04}").write_bytes(doc)
+    sets = {}
+    for name in ("texts", "fewer"):
+        prepare.prepare(text_config(tmp_path / name, tmp_path / ("d" + name)))
+        for split in ("train", "val"):
+            ids = np.fromfile(tmp_path / ("d" + name) / f"{split}_000.bin", "<u2")
+            sets[name, split] = {tuple(doc) for doc in np.split(ids, np.flatnonzero(ids == 256)) if len(doc)}
+    for split in ("train", "val"):
+        assert sets["fewer", split] < sets["texts", split]
+
+
+def test_prepare_shards_roll_over_and_stop(tmp_path, monkeypatch):
+    docs = make_texts(tmp_path / "texts")
+    monkeypatch.setattr(prepare, "SHARD", 1000)
+    out = tmp_path / "data"
+    prepare.prepare(text_config(tmp_path / "texts", out))
+    want = expected_tokens(docs, 0.2)
+    meta = json.loads((out / "meta.json").read_text())
+    for split in ("train", "val"):
+        shards = meta["shards"][split]
+        assert all(s["tokens"] == 1000 for s in shards[:-1]) and 0 < shards[-1]["tokens"] <= 1000 and len(shards) > 2
+        assert sum((np.fromfile(out / s["name"], "<u2").tolist() for s in shards), []) == want[split]
+        for s in shards:
+            assert hashlib.sha256((out / s["name"]).read_bytes()).hexdigest() == s["sha256"]
+    prepare.prepare(text_config(tmp_path / "texts", tmp_path / "some", tokens=5000))
+    some = json.loads((tmp_path / "some" / "meta.json").read_text())
+    assert 5000 <= some["tokens"]["train"] < 6000  # the document that reaches it is whole
+    assert np.fromfile(tmp_path / "some" / "train_000.bin", "<u2").tolist() == want["train"][:1000]
+    # every token but each shard's first is a target once, but for the rest that is shorter than a window
+    cut = [want["train"][i:i + 1000] for i in range(0, len(want["train"]), 1000)]
+    for seq in (64, 50, 999):  # 50: the last window of a shard lacks its last target
+        data = prepare.Shards(out, "train", seq)
+        windows = [data.window(i) for i in range(data.n_windows)]
+        assert {len(w) for w in windows} == {seq + 1}
+        assert np.concatenate([w[1:] for w in windows]).tolist() == sum((shard[1:1 + (len(shard) - 1) // seq * seq] for shard in cut), [])
+    data = prepare.Shards(out, "train", 64)
+    assert data.window(0).dtype == np.int64 and data.window(0).shape == (65,)
+    assert data.window(1)[0] == data.window(0)[-1]
+
+
+def test_prepare_batches_are_a_permutation_each_epoch(made):
+    folder, _ = made
+    data = prepare.Shards(folder, "train", 32)
+    n = data.n_windows
+    batch = 7
+    assert n % batch and n > 100
+    steps = 2 * n // batch + 1
+    rows = np.concatenate([data.batch(step, batch, seed=5) for step in range(steps)])[:2 * n]
+    windows = [data.window(i).tobytes() for i in range(n)]
+    first, second = [r.tobytes() for r in rows[:n]], [r.tobytes() for r in rows[n:]]
+    assert sorted(first) == sorted(second) == sorted(windows) and first != second and first != windows
+    for epoch, got in enumerate((first, second)):  # by the definition
+        order = np.random.default_rng((5, epoch)).permutation(np.arange(n, dtype=np.int32))
+        assert got == [windows[i] for i in order]
+    fresh = prepare.Shards(folder, "train", 32)  # a function of (seed, step) alone, ranks take slices
+    step = n // batch  # straddles the epochs
+    whole = fresh.batch(step, 8, seed=5)
+    parts = [prepare.Shards(folder, "train", 32).batch(step, 8, seed=5, part=slice(r * 2, r * 2 + 2)) for r in range(4)]
+    assert (np.concatenate(parts) == whole).all() and whole.shape == (8, 33) and whole.dtype == np.int64
+    assert (fresh.batch(0, 8, seed=5) != fresh.batch(0, 8, seed=6)).any()
+    assert (fresh.batch(3, batch, seed=5) == rows[3 * batch:4 * batch]).all()
+
+
+def test_prepare_shards_refuse_what_is_not_whole(made, tmp_path):
+    folder, _ = made
+    shard, meta = folder / "train_000.bin", folder / "meta.json"
+    good, good_meta = shard.read_bytes(), meta.read_text()
+
+    def refused(*words, seq=32, split="train", where=folder):
+        with pytest.raises(ValueError) as e:
+            data = prepare.Shards(where, split, seq)
+            for i in range(data.n_windows):
+                data.window(i)
+        assert "\n" not in str(e.value) and all(word in str(e.value) for word in words), str(e.value)
+
+    refused("no data", "prepare.py", where=tmp_path / "nowhere")
+    shard.write_bytes(good[:-2])
+    refused("train_000.bin", "bytes")
+    shard.write_bytes(good + b"\0\0")
+    refused("train_000.bin", "bytes")
+    altered = bytearray(good)
+    altered[100] ^= 1
+    shard.write_bytes(altered)
+    refused("train_000.bin", "sha256")
+    altered[100:102] = b"\x39\x30"  # 12345 is no id of 257, and whoever wrote it had a matching checksum
+    shard.write_bytes(altered)
+    meta.write_text(good_meta.replace(hashlib.sha256(good).hexdigest(), hashlib.sha256(altered).hexdigest()))
+    refused("train_000.bin", "12345", "257")
+    shard.unlink()
+    refused("train_000.bin", "missing")
+    shard.write_bytes(good)
+    meta.write_text(good_meta[:-30])
+    refused("meta.json")
+    meta.write_text("{}")
+    refused("meta.json")
+    meta.unlink()
+    refused("meta.json")
+    meta.write_text(good_meta)
+    refused("val", "window", split="val", seq=10**6)
+    prepare.Shards(folder, "train", 32)
+
+
+def test_prepare_large_data_is_hashed_on_request(made, monkeypatch):
+    folder, _ = made
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["tokens"]["val"] = 10**9  # as if there were more than 1 GB
+    meta["shards"]["train"][0]["sha256"] = "0" * 64
+    (folder / "meta.json").write_text(json.dumps(meta))
+    prepare.Shards(folder, "train", 32)
+    with pytest.raises(ValueError, match="sha256"):
+        prepare.Shards(folder, "train", 32, verify=True)
+
+
+def test_prepare_bytes_encoding():
+    enc = prepare.encoding("bytes")
+    text = "def f():\n\treturn 'é漢🎉'  # <|endoftext|>\r\n\0" + " " * 1000
+    assert enc.encode(text) == list(text.encode()) and enc.decode(enc.encode(text)) == text
+    assert (enc.vocab_size, enc.eot) == (257, 256)
+    assert enc.decode_bytes(range(256)) == bytes(range(256))
+    assert enc.decode([0xe9, 65]) == "\ufffdA" and enc.decode([65, 9999]) == "A\ufffd" and enc.decode([256]) == "<|endoftext|>"
+
+
+def test_prepare_tokenize_counts_what_it_skips(monkeypatch):
+    prepare.start_worker("bytes")
+    long = "x" * 30 + " " * 50 + "é" * 30
+    monkeypatch.setattr(prepare, "PIECE", 7)
+    result = prepare.tokenize(["a", "", "half \ud800 pair", b"\xc3", b"", long])
+    assert [r if isinstance(r, str) else r[1].tolist() for r in result] == [[256, 97], "empty", "invalid", "invalid", "empty", [256, *long.encode()]]
+
+
+def test_prepare_stdlib_is_the_library_without_its_tests(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = time.time()
+    prepare.prepare(prepare.Config())
+    assert time.time() - started < 30
+    root, files = sysconfig.get_paths()["stdlib"], []
+    for folder, _, names in os.walk(root):
+        parts = os.path.relpath(folder, root).split(os.sep)
+        if not any(p in ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__") for p in parts):
+            files += [os.path.join(folder, n) for n in names if n.endswith(".py") and not n.startswith("test_")]
+    files.sort(key=lambda f: os.path.relpath(f, root).replace(os.sep, "/"))
+    want = expected_tokens([Path(f).read_bytes() for f in files], prepare.Config.val_fraction)
+    for split in ("train", "val"):
+        assert np.array_equal(np.fromfile(tmp_path / "data" / "stdlib" / f"{split}_000.bin", "<u2"), want[split])
+    assert 5e6 < len(want["train"]) < 5e7
+    assert len(want["val"]) > 32_768
+
+
+def test_prepare_hf_from_local_files(tmp_path, monkeypatch, capsys):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    texts = [f"document {i}: " + "é" * i for i in range(100)]
+    want = expected_tokens([t.encode() for t in texts], 0.2)
+    Path("pq/sub").mkdir(parents=True)
+    pq.write_table(pa.table({"text": texts[:60], "n": range(60)}), "pq/a.parquet")
+    pq.write_table(pa.table({"text": texts[60:], "n": range(40)}), "pq/sub/b.parquet")
+    Path("pq/README.txt").write_text("not a document")
+    lines = [json.dumps({"content": t}) + "\n" for t in [*texts[:50], None, *texts]]
+    Path("a.jsonl").write_text("".join(lines))
+    with gzip.open("b.jsonl.gz", "wt") as f:
+        f.write("".join(lines))
+    Path("lines.txt").write_text("\n".join(texts) + "\n\n")
+    for source, *flags in (["pq"], ["a.jsonl", "--text_field=content"], ["b.jsonl.gz", "--text_field=content"], ["lines.txt"]):
+        assert run_main(monkeypatch, capsys, "--dataset=hf", f"--hf={source}", f"--out=d-{source}", "--val_fraction=0.2", *flags) == (0, "")
+        for split in ("train", "val"):
+            assert np.fromfile(f"d-{source}/{split}_000.bin", "<u2").tolist() == want[split], source
+    assert json.loads(Path("d-a.jsonl/meta.json").read_text())["documents"]["empty"] == 1
+    before = sorted(tmp_path.rglob("*"))
+    Path("broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    Path("bad.txt").write_bytes(b"ab\n\xff\xfe\n")
+    for flags, word in ((["--hf=pq", "--text_field=n"], "text (str), n (int)"), (["--hf=pq", "--text_field=nope"], "nope"),
+                        (["--hf=broken.jsonl"], "broken.jsonl"), (["--hf=bad.txt"], "bad.txt"), (["--hf=d-pq/train_000.bin"], "parquet")):
+        code, err = run_main(monkeypatch, capsys, "--dataset=hf", "--out=new/no", *flags)
+        assert code == 2 and err.count("\n") == 1 and word in err, err
+    Path("broken.jsonl").unlink()
+    Path("bad.txt").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_prepare_says_what_needs_the_network(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing answers there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    started = time.time()
+    for flags, word in ((["--dataset=hf"], "fineweb-edu"), (["--dataset=hf", "--hf=some/none"], "some/none"), (["--encoding=gpt2"], "gpt2")):
+        code, err = run_main(monkeypatch, capsys, *flags)
+        assert code == 2 and err.count("\n") == 1 and word in err and "network" in err, err
+    assert time.time() - started < 10 and not [p for p in tmp_path.iterdir() if p.name != "cache"]
+
+
+@pytest.mark.parametrize("flags, word", [
+    (["--dataste=text"], "dataset"), (["--dataset=web"], "stdlib, text, hf"), (["--encoding=nope"], "gpt2"), (["--encoding=no/tokenizer.json"], "tokenizer"),
+    (["--dataset=text"], "--glob"), (["--glob=*.txt"], "--dataset=text"), (["--hf=x/y"], "--dataset=hf"), (["--dataset=text", "--glob=*.none"], "*.none"),
+    (["--dataset=text", "--glob=one.txt,*.none"], "*.none"), (["--dataset=text", "--glob=one.txt"], "validation"), (["--tokens=0"], "--tokens"),
+    (["--tokens=many"], "whole number"), (["--val_fraction=0"], "between 0 and 1"), (["--val_fraction=1"], "between 0 and 1"), (["--val_fraction=nan"], "between 0 and 1"),
+    (["--workers=0"], "--workers"), (["--out=."], "exists"), (["--out=one.txt"], "exists"), (["--out=one.txt/x"], "one.txt/x"),
+    (["--tokens=100", "--out=a/b/c"], "validation"),
+])
+def test_prepare_refuses_in_one_line(tmp_path, monkeypatch, capsys, flags, word):
+    monkeypatch.chdir(tmp_path)
+    Path("one.txt").write_text("one document")
+    code, err = run_main(monkeypatch, capsys, "--workers=1", *flags)
+    assert code == 2 and err.count("\n") == 1 and word in err, err
+    assert [p.name for p in tmp_path.iterdir()] == ["one.txt"]
+
+
+def test_prepare_existing_data_stays(made, tmp_path):
+    folder, _ = made
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    with pytest.raises(ValueError, match="exists"):
+        prepare.prepare(text_config(tmp_path / "texts", folder))
+    assert before == {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_prepare_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
+    resource = pytest.importorskip("resource")  # a limit on the size of files fails where a full disk would
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        code, err = run_main(monkeypatch, capsys, "--workers=1", "--out=x/y")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and err.count("\n") == 1 and "cannot write x/y" in err and not list(tmp_path.iterdir()), err
+
+
+SLOW = """
+import sys, time, prepare
+if len(sys.argv) > 2:
+    read = prepare.read
+    prepare.CHUNK = 1
+    prepare.read = lambda file: (time.sleep(0.01), read(file))[1]
+sys.argv = ["prepare.py", "--dataset=text", "--glob=texts/*", "--val_fraction=0.2", "--workers=2", "--out=data"]
+prepare.main()
+"""
+
+
+def processes(session):
+    """Ids of the living processes of a session."""
+    lines = subprocess.run(["ps", "-eo", "pid=,sess=,stat="], capture_output=True, text=True).stdout.split("\n")
+    return [line.split()[0] for line in lines if line and line.split()[1] == str(session) and "Z" not in line.split()[2]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts processes")
+def test_prepare_killed_leaves_nothing_that_is_accepted(tmp_path):
+    docs = make_texts(tmp_path / "texts")
+    start = lambda: subprocess.Popen([sys.executable, "-c", SLOW, "slowly", "yes"], cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE, text=True,
+                                     env=os.environ | {"PYTHONPATH": str(Path(prepare.__file__).parent)})
+    shard = tmp_path / "data.partial" / "train_000.bin"
+
+    def until(condition):
+        for _ in range(600):
+            if condition():
+                return
+            time.sleep(0.05)
+        raise AssertionError("waited 30 s")
+
+    first = start()
+    until(shard.exists)
+    time.sleep(0.2)
+    with pytest.raises(ValueError, match="another process"):  # nobody writes into it beside
+        prepare.prepare(text_config(tmp_path / "texts", tmp_path / "data"))
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    assert shard.exists() and not (tmp_path / "data").exists()
+    until(lambda: not processes(first.pid))  # the workers leave too
+    for folder in ("data", "data.partial"):
+        with pytest.raises(ValueError):
+            prepare.Shards(tmp_path / folder, "train", 8)
+    (tmp_path / "data.partial" / "val_007.bin").write_bytes(b"left over")
+
+    second = start()  # a worker that dies, then an interrupt: nothing is left
+    until(lambda: shard.exists() and len(processes(second.pid)) >= 3)
+    worker = next(p for p in processes(second.pid) if p != str(second.pid))
+    os.kill(int(worker), signal.SIGKILL)
+    error = second.communicate()[1]
+    assert second.returncode == 2 and error.count("\n") == 1 and "worker" in error, error
+    third = start()
+    until(shard.exists)
+    os.killpg(third.pid, signal.SIGINT)
+    assert third.communicate()[1] == "" and third.returncode == 130
+    assert [p.name for p in tmp_path.iterdir()] == ["texts"]
+
+    (tmp_path / "data.partial").mkdir()
+    (tmp_path / "data.partial" / "val_007.bin").write_bytes(b"left over")
+    prepare.prepare(text_config(tmp_path / "texts", tmp_path / "data"))
+    assert np.fromfile(tmp_path / "data" / "train_000.bin", "<u2").tolist() == expected_tokens(docs, 0.2)["train"]
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["meta.json", "train_000.bin", "val_000.bin"]
+
+
+def test_prepare_tokenizer_json(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    make_texts(tmp_path / "texts")
+    t = tokenizers.Tokenizer(tokenizers.models.BPE())
+    t.pre_tokenizer, t.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    t.train_from_iterator(["some text to merge, some more text"] * 3, tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    t.enable_truncation(5)
+    t.save("mine.json")
+    prepare.prepare(text_config("texts", "data", encoding="mine.json"))
+    Path("mine.json").unlink()
+    meta = json.loads(Path("data/meta.json").read_text())
+    assert meta["encoding"] == "tokenizer.json" and meta["eot"] == 0
+    enc = prepare.encoding(meta["encoding"], "data")
+    text = "some text é漢🎉 <|endoftext|>\n"
+    ids = enc.encode(text)
+    assert enc.eot not in ids and len(ids) > 5 and enc.decode(ids) == text and enc.vocab_size == meta["vocab_size"]
+    assert b"".join(enc.decode_bytes([i]) for i in ids) == text.encode() and enc.decode([10**6]) == "\ufffd"
+    first = np.fromfile("data/train_000.bin", "<u2")
+    assert first[0] == 0 and "<|endoftext|>" in enc.decode(first[1:20])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training: commands as a person types them, on a small data set and a tiny model.
+
+TINY = "--n_layer=2 --d_model=32 --n_head=4 --n_kv_head=2 --d_mlp=48 --seq=32 --batch=4 --steps=40 --warmup=5 --eval_every=20 --eval_tokens=256 --save_every=6 --device=cpu".split()
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A folder to run commands in, with data/small, made from a few of Python's own sources."""
+    folder = tmp_path_factory.mktemp("repo")
+    sources = Path(os.__file__).parent / "json" / "*.py"
+    call("prepare.py", "--dataset=text", f"--glob={sources}", "--val_fraction=0.3", "--out=data/small", cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def inside(folder, monkeypatch):
+    """In that folder; whatever a training run does to signals is undone."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.chdir(folder)
+    yield folder
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
+
+
+def call(script, *flags, cwd, ranks=1, wait=True):
+    """A script in a process of its own, under torchrun if ranks > 1."""
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(HERE / script), *flags]
+    if not wait:
+        return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def inline(script, *flags):
+    """The same inside this process: quicker."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, "argv", [script.__name__ + ".py", *flags])
+        script.main()
+
+
+def losses(run):
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, (run / "log.jsonl").read_text().splitlines())}
+
+
+def wait_for(run, step, process):
+    while not (run / "log.jsonl").exists() or len((run / "log.jsonl").read_text().splitlines()) < step or not (run / "ckpt.pt").exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_resumes_to_the_same_losses(folder, ranks):
+    whole, killed = folder / f"out/whole{ranks}", folder / f"out/killed{ranks}"
+    flags = [*TINY, "--data=small", "--steps=200", "--eval_every=100"]
+    call("train.py", *flags, f"--out={whole}", cwd=folder, ranks=ranks)
+    process = call("train.py", *flags, f"--out={killed}", cwd=folder, ranks=ranks, wait=False)
+    wait_for(killed, random.randint(7, 100), process)
+    for line in subprocess.run(["ps", "-Awwo", "pid,args"], capture_output=True, text=True).stdout.splitlines():
+        if f"--out={killed}" in line:  # torchrun and its ranks, which are not in one process group
+            os.kill(int(line.split()[0]), signal.SIGKILL)
+    process.wait()
+    assert len(losses(killed)) < 200
+    call("train.py", f"--resume={killed}", cwd=folder, ranks=ranks)
+    assert losses(killed) == losses(whole) and len(losses(whole)) == 200
+    if ranks == 2:  # the same batches on one rank as on two
+        one = losses(folder / "out/whole1")
+        assert all(abs(one[s] - l) < 1e-5 for s, l in losses(whole).items())
+
+
+def test_sigterm_saves_and_says_how_to_go_on(folder):
+    process = call("train.py", *TINY, "--data=small", "--out=out/term", "--steps=100000", "--save_every=50000", "--eval_every=50000", cwd=folder, wait=False)
+    while not (folder / "out/term/log.jsonl").exists() or not (folder / "out/term/log.jsonl").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "python train.py --resume=out/term" in stdout
+    state = torch.load(folder / "out/term/ckpt.pt", weights_only=True)
+    assert state["step"] == max(losses(folder / "out/term"))
+
+
+@pytest.mark.parametrize("flags", ["--route=baseline", "--route=hc", "--route=attnres", "--route=lr --rank=8", "--route=lr --rank=8 --key_norm=full",
+                                   "--route=lr --keys=projected --rank=8", "--route=mhar", "--route=mhar --rank=8", "--route=mhar --headwise",
+                                   "--route=mhar --blocks=3", "--route=mhar --delta --blocks=2", "--doc_mask", "--schedule=linear",
+                                   "--dtype=bfloat16 --param_dtype=bfloat16"])
+def test_every_route_learns(inside, flags):
+    inline(train, *TINY, "--data=small", "--lr=1e-2", "--out=out/learn" + flags.replace(" ", ""), *flags.split())
+    log = [json.loads(line) for line in (inside / ("out/learn" + flags.replace(" ", "")) / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["val_loss"] < log[19]["val_loss"] < log[0]["loss"] - 0.5
+    assert [entry["tokens"] for entry in log] == [128 * (i + 1) for i in range(40)]
+
+
+def test_accumulation_equals_one_batch(inside):
+    for micro in (4, 1):
+        inline(train, *TINY, "--data=small", f"--micro={micro}", f"--out=out/micro{micro}")
+    one, four = losses(inside / "out/micro4"), losses(inside / "out/micro1")
+    assert all(abs(one[s] - four[s]) < 1e-5 for s in one)
+
+
+def test_learning_rates_follow_the_formulas():
+    c = train.TrainConfig(steps=100, lr=1.0, min_lr=0.1, warmup=10, schedule="cosine")
+    assert [train.learning_rate(s, c) for s in (0, 4, 9)] == [0.1, 0.5, 1.0]
+    assert math.isclose(train.learning_rate(55, c), 0.55) and math.isclose(train.learning_rate(100, c), 0.1)
+    c = train.TrainConfig(steps=100, lr=1.0, min_lr=0.1, warmup=10, schedule="linear", warmdown=0.2)
+    assert train.learning_rate(79, c) == 1.0 and math.isclose(train.learning_rate(90, c), 0.55) and math.isclose(train.learning_rate(100, c), 0.1)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(inside, capsys):
+    with pytest.raises(SystemExit) as stop:
+        inline(train, *TINY, "--data=small", "--lr=1e25", "--warmup=0", "--save_every=1", "--clip=1e30", "--out=out/nan")
+    step = int(re.search(r"step (\d+)", str(stop.value))[1])
+    state = torch.load(inside / "out/nan/ckpt.pt", weights_only=True)
+    assert "the run stops" in str(stop.value) and state["step"] == step - 1 == len(losses(inside / "out/nan"))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(inside, monkeypatch):
+    whole_save = torch.save
+
+    def full(state, file):
+        if state["step"] > 12:
+            Path(file).write_bytes(b"half of a chec")
+            raise OSError(28, "No space left on device")
+        whole_save(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit, match="cannot write .*ckpt.pt.*No space left"):
+        inline(train, *TINY, "--data=small", "--out=out/full")
+    assert torch.load(inside / "out/full/ckpt.pt", weights_only=True)["step"] == 12
+    assert torch.load(inside / "out/full/ckpt_prev.pt", weights_only=True)["step"] in (6, 12)
+    assert not list((inside / "out/full").glob("*.partial"))
+
+
+def test_a_default_folder_takes_the_next_free_name(inside):
+    for name in ("mhar-nano", "mhar-nano-2"):
+        inline(train, *TINY, "--data=small", "--steps=1")
+        assert (inside / "out" / name / "ckpt.pt").exists()
+
+
+def test_sample_is_greedy_decoding_of_the_full_forward(inside, capsys):
+    inline(train, *TINY, "--data=small", "--out=out/sampled")
+    capsys.readouterr()
+    inline(sample, "--out=out/sampled", "--prompt=def ", "--temperature=0", "--tokens=20", "--window=1000")
+    text = capsys.readouterr().out
+    model, run = load_run("out/sampled")
+    encoding = prepare.encoding("bytes")
+    ids = [256] + list(b"def ")
+    while len(ids) < 25 and (token := model(torch.tensor([ids]))[0, -1].argmax().item()) != 256:
+        ids.append(token)
+    assert text == encoding.decode(ids[1:]) + "\n"
+    inline(sample, "--out=out/sampled", "--samples=3", "--tokens=20", "--top_k=5", "--top_p=0.9")
+    assert capsys.readouterr().out.count("--- ") >= 3
+
+
+@pytest.mark.parametrize("script, flags, says", [
+    (train, "--rout=mhar", "did you mean --route"),
+    (train, "--route=mhra", "choose from"),
+    (train, "--size=1g", "unknown size"),
+    (train, "--steps=many", "whole number"),
+    (train, "--steps=0", "positive"),
+    (train, "--warmdown=2", "share"),
+    (train, "--batch=4 --micro=3", "multiple"),
+    (train, "--device=abacus", "not to be had"),
+    (train, "--route=lr --rank=33", "rank"),
+    (train, "--route=lr --rank=-1", "rank"),
+    (train, "--heads=3", "divide"),
+    (train, "--n_kv_head=3", "divide"),
+    (train, "--blocks=5", "blocks"),
+    (train, "--rank=7", "multiple"),
+    (train, "--route=baseline --blocks=2", "takes no blocks"),
+    (train, "--out=out", "exists"),
+    (train, "--data=nowhere", "nowhere"),
+    (train, "--vocab_size=100", "less than the data's 257"),
+    (train, "--seq=1000000", "window"),
+    (train, "--resume=out/nothing", "no out/nothing/config.json"),
+    (train, "--resume=out/refused --route=lr", "only these may change"),
+    (train, "--resume=out/refused --lr=0.5", "only these may change"),
+    (train, "--resume=out/refused", "has all its 40 steps"),
+    (sample, "--out=out", "config.json"),
+    (sample, "--out=out/refused --temperature=-1", "not negative"),
+])
+def test_bad_input_is_one_line_and_exit_code_2(inside, capsys, script, flags, says):
+    if not (inside / "out/refused").exists():
+        inline(train, *TINY, "--data=small", "--out=out/refused")
+    before = sorted(inside.rglob("*"))
+    capsys.readouterr()
+    tiny = TINY + ["--data=small"] if script is train and "--resume" not in flags else []
+    with pytest.raises(SystemExit) as stop:
+        inline(script, *tiny, *flags.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
+    assert sorted(inside.rglob("*")) == before  # nothing written

@@ -1,0 +1,349 @@
+"""Train a GPT with any residual stream of model.py: on a CPU, on one GPU, or on several under torchrun.
+
+    python train.py --route=mhar                                  # the nano model on Python's own sources
+    torchrun --nproc_per_node=8 train.py --size=350m --route=mhar --data=fineweb
+    python train.py --resume=out/mhar-nano                        # go on where a run was stopped
+
+A preset (--size) brings the sizes and the recipe of its paper; any flag overrides it.
+"""
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import prepare
+from model import GPT, GPTConfig, fail, parse_flags
+
+
+@dataclass
+class TrainConfig:
+    size: str = "nano"  # a preset of model.py: nano, 100m, 124m, 350m, 1b, lr-0.5b, lr-1b, lr-4b, 8b
+    data: str = "stdlib"  # a folder under data/, or a path; made by prepare.py
+    out: str | None = None  # the run's folder, which must not exist; unset: the next free out/<route>-<size>
+    resume: str | None = None  # go on with this run; only steps, cadences, micro, device and compile may change
+    seq: int = 128  # tokens in a sequence
+    batch: int = 8  # sequences in an optimizer step, over all ranks
+    micro: int | None = None  # sequences in one forward on one rank; unset: batch / ranks, no accumulation
+    steps: int = 700  # optimizer steps
+    lr: float = 2e-3  # peak learning rate
+    min_lr: float | None = None  # learning rate at the end; unset: lr / 10
+    schedule: Literal["cosine", "linear"] = "cosine"  # from peak to end: cosine, or constant and then a linear warmdown
+    warmup: int = 50  # steps of linear warmup
+    warmdown: float = 0.2  # share of the steps in the linear schedule's warmdown
+    weight_decay: float = 0.1  # AdamW's, on every parameter
+    clip: float = 1.0  # largest norm of the gradient
+    doc_mask: bool = False  # keep attention within documents
+    seed: int = 42  # of the weights and of the data's order
+    eval_every: int = 100  # steps between evaluations; there is one at the last step too
+    eval_tokens: int = 32_768  # validation tokens of an evaluation, always the same ones
+    save_every: int = 100  # steps between checkpoints
+    verify: bool = False  # check the data's hashes at the start, also beyond 1 GB
+    device: str | None = None  # cuda, cpu or mps; unset: the best there is
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; auto: bfloat16 on CUDA
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the backbone's matrices; everything else stays fp32
+    compile: bool | None = None  # torch.compile the sublayers; unset: on CUDA
+
+
+_mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, eval_every=500, eval_tokens=1_048_576, save_every=1000, param_dtype="bfloat16")
+_lr = dict(_mhar, seq=2048, batch=128, steps=76_294, schedule="linear", warmup=2000, doc_mask=True)
+RECIPES = {
+    "nano": dict(),
+    "100m": dict(_mhar, seq=2048, batch=64),
+    "124m": dict(_mhar, seq=2048, batch=64, lr=5e-4),
+    "350m": _mhar,
+    "1b": _mhar,
+    "lr-0.5b": dict(_lr, steps=38_147),
+    "lr-1b": _lr,
+    "lr-4b": _lr,
+    "8b": dict(_mhar, seq=4096, batch=256, steps=9_500, lr=4e-4, min_lr=4e-6, weight_decay=0.05),
+}
+MAY_CHANGE = {"resume", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile"}  # on --resume
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, for the MFU
+
+
+def configure(flags):
+    """Flags that were given -> (GPTConfig, TrainConfig), on top of the preset's or of the resumed run's."""
+    model_fields = {f.name for f in dataclasses.fields(GPTConfig)}
+    mine = {k: v for k, v in flags.items() if k not in model_fields}
+    model = {k: v for k, v in flags.items() if k in model_fields}
+    if "resume" in flags:
+        file = Path(flags["resume"]) / "config.json"
+        if not file.is_file():
+            fail(f"nothing to resume: there is no {file}")
+        run = json.loads(file.read_text())
+        old = run["model"] | run["train"]
+        for name, value in flags.items():
+            if name not in MAY_CHANGE and value != old[name]:
+                fail(f"--{name}={value} does not fit {flags['resume']} ({old[name]}); only these may change: {', '.join(sorted(MAY_CHANGE - {'resume'}))}")
+        model, c = GPTConfig(**run["model"]), TrainConfig(**run["train"] | mine)
+    else:
+        size = flags.get("size", TrainConfig.size)
+        model = GPTConfig.from_size(size, **model)
+        c = TrainConfig(**RECIPES[size] | mine)
+    if c.min_lr is None:
+        c.min_lr = c.lr / 10
+    for name in ("seq", "batch", "steps", "lr", "eval_every", "eval_tokens", "save_every", "clip"):
+        if not getattr(c, name) > 0:
+            fail(f"--{name} must be positive, not {getattr(c, name)}")
+    if not (0 <= c.warmdown <= 1 and c.warmup >= 0 and c.min_lr >= 0 and c.weight_decay >= 0):
+        fail("--warmdown is a share of the steps, from 0 to 1; --warmup, --min_lr and --weight_decay are not negative")
+    return model, c
+
+
+def learning_rate(step, c):
+    """Of optimizer step 0, 1, ...: linear warmup, then cosine to min_lr, or constant and a linear warmdown to min_lr."""
+    if step < c.warmup:
+        return c.lr * (step + 1) / c.warmup
+    if c.schedule == "cosine":
+        share = 0.5 + 0.5 * math.cos(math.pi * (step - c.warmup) / max(1, c.steps - c.warmup))
+    else:
+        share = min(1.0, (c.steps - step) / max(1, c.warmdown * c.steps))
+    return c.min_lr + (c.lr - c.min_lr) * share
+
+
+def new_folder(c, model):
+    """Creates the run's folder, never an existing one."""
+    names = [c.out] if c.out else [f"out/{model.route}-{c.size}" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000)]
+    for name in names:
+        try:
+            Path(name).mkdir(parents=True)
+            return name
+        except FileExistsError:
+            pass
+    fail(f"--out={c.out} exists; nothing is overwritten: choose another name, or --resume={c.out}")
+
+
+def write_whole(file, write):
+    """write(path) into a temporary file, which takes file's place only when it is complete and on the disk."""
+    partial = file.with_name(file.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        write(partial)
+        with open(partial, "rb") as f:
+            os.fsync(f.fileno())
+        os.replace(partial, file)
+    except (OSError, RuntimeError) as e:  # a full disk; torch.save reports it as a RuntimeError
+        partial.unlink(missing_ok=True)
+        sys.exit(f"cannot write {file}, what was there before is untouched: {str(e).splitlines()[0]}")
+
+
+def link(old, new):
+    try:
+        os.link(old, new)
+    except OSError:  # not every file system has hard links
+        shutil.copyfile(old, new)
+
+
+def main():
+    flags = parse_flags(TrainConfig, GPTConfig)
+    try:
+        train(*configure(flags), vocab_given="vocab_size" in flags)
+    except ValueError as e:
+        fail(e)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def train(model_config, c, vocab_given=False):
+    # -- where: torchrun sets RANK; without it this is the only process
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    best_device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(c.device or best_device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        fail(f"--device={c.device} is not to be had here; there is: {best_device}")
+    cuda = device.type == "cuda"
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if cuda else torch.float32}[c.dtype]
+    if cuda and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        fail(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype=float32 --param_dtype=float32")
+    if "RANK" in os.environ:
+        if cuda:
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if cuda else "gloo")
+    master = rank == 0
+    if c.batch % world or (c.micro is not None and (c.micro <= 0 or c.batch // world % c.micro)):
+        fail(f"--batch={c.batch} must be a multiple of ranks x micro = {world} x {c.micro or 1}")
+    micro = c.micro or c.batch // world
+
+    # -- what: the data, the model, the optimizer
+    folder = Path("data") / c.data if (Path("data") / c.data).exists() or c.data == "stdlib" else Path(c.data)
+    if c.data == "stdlib" and not folder.exists() and master:
+        prepare.prepare(prepare.Config())
+    if world > 1:
+        dist.barrier()
+    train_data, val_data = (prepare.Shards(folder, split, c.seq, c.verify) for split in ("train", "val"))
+    meta = train_data.meta
+    if model_config.vocab_size < meta["vocab_size"] and (vocab_given or c.resume):
+        fail(f"vocab_size={model_config.vocab_size} is less than the data's {meta['vocab_size']}")
+    if not vocab_given and not c.resume:
+        model_config.vocab_size = meta["vocab_size"]
+    torch.manual_seed(c.seed)
+    model = GPT(model_config, dtype).cast_parameters(getattr(torch, c.param_dtype)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=c.weight_decay, fused=cuda)
+    flops, peak_flops = model_config.flops(c.seq), None
+    if cuda:
+        peak_flops = next((f for name, f in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+
+    # -- the run's folder
+    step, best = 0, math.inf
+    if c.resume:
+        out, steps = Path(c.resume), c.steps
+        state = load_checkpoint(out, device)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, best = state["step"], state["best"]
+        if step >= c.steps:
+            fail(f"{out} has all its {step} steps; give --steps to go on")
+    else:
+        name = [new_folder(c, model_config) if master else None]
+        if world > 1:
+            dist.broadcast_object_list(name)
+        out = Path(name[0])
+    log_file = out / "log.jsonl"
+    if master:
+        if c.resume:  # what was logged after the checkpoint will be logged again
+            lines = [line for line in log_file.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step] if log_file.exists() else []
+            write_whole(log_file, lambda file: file.write_text("".join(line + "\n" for line in lines)))
+        params = model.num_params()
+        config = {
+            "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {"out": None, "resume": None},
+            "data": {"folder": os.path.relpath(folder), **{k: meta[k] for k in ("encoding", "vocab_size", "eot")}},
+            "parameters": params, "flops_per_token": flops, "ranks": world, "device": torch.cuda.get_device_name() if cuda else platform.processor() or device.type,
+            "versions": {"python": platform.python_version(), "torch": torch.__version__}, "git": git_commit(),
+        }
+        write_whole(out / "config.json", lambda file: file.write_text(json.dumps(config, indent=1) + "\n"))
+        log = open(log_file, "a", buffering=1)
+        print(f"{model_config.route} {c.size}: {params['total']:,} parameters ({params['routing']:,} routing), vocabulary {model_config.vocab_size:,} "
+              f"({meta['encoding']}), {train_data.tokens:,} training tokens of {folder}, {world} x {device.type} -> {out}", flush=True)
+
+    # -- how: one loop
+    if c.compile or (c.compile is None and cuda):
+        for sublayer in model.sublayers:  # one compilation for each kind of sublayer
+            sublayer.compile()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
+    stop = []  # signals that asked for an end
+    for s in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(s, lambda number, frame: stop.append(number))
+
+    def loss_of(net, rows):
+        rows = torch.from_numpy(rows)
+        rows = rows.pin_memory().to(device, non_blocking=True) if cuda else rows.to(device)
+        x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return net(x, y, docs=(x == meta["eot"]).cumsum(1) if c.doc_mask else None)
+
+    @torch.no_grad()
+    def evaluate():
+        """Mean cross-entropy over the same windows every time, spread over the whole validation split."""
+        n = max(1, min(val_data.n_windows, c.eval_tokens // c.seq))
+        picks = [i * val_data.n_windows // n for i in range(n)][rank::world]
+        total = torch.zeros(2, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+        for i in range(0, len(picks), micro):
+            rows = prepare.np.stack([val_data.window(p) for p in picks[i:i + micro]])
+            total += torch.stack([loss_of(model, rows).to(total.dtype) * len(rows), total.new_tensor(len(rows))])
+        if world > 1:
+            dist.all_reduce(total)
+        return (total[0] / total[1]).item()
+
+    def save():
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best}
+        if (out / "ckpt.pt").exists():
+            write_whole(out / "ckpt_prev.pt", lambda file: link(out / "ckpt.pt", file))
+        write_whole(out / "ckpt.pt", lambda file: torch.save(state, file))
+
+    started, first = time.time(), step
+    while step < c.steps:
+        t0 = time.time()
+        lr = learning_rate(step, c)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        rows = train_data.batch(step, c.batch, c.seed, part=slice(rank * c.batch // world, (rank + 1) * c.batch // world))
+        total = torch.zeros(2, device=device)  # mean loss, signals
+        for i in range(0, len(rows), micro):
+            last = i + micro >= len(rows)  # gradients are averaged over the ranks once a step
+            with wrapped.no_sync() if world > 1 and not last else nullcontext():
+                loss = loss_of(wrapped, rows[i:i + micro]) * (micro / len(rows))
+                loss.backward()
+            total[0] += loss.detach()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
+        if world > 1:
+            total[1] = len(stop)
+            dist.all_reduce(total)
+            total[0] /= world
+        loss, signals, grad_norm = torch.cat([total, grad_norm.float().view(1)]).tolist()  # the step's one synchronization
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the run stops, its last checkpoint stays as it was: {out}")
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        seconds = time.time() - t0
+        signals = signals if world > 1 else len(stop)
+
+        speed = c.batch * c.seq / seconds
+        entry = {"step": step, "tokens": step * c.batch * c.seq, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_s": round(speed),
+                 "mfu": round(speed * flops / peak_flops / world, 4) if peak_flops else None,
+                 "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else None}
+        if step % c.eval_every == 0 or step == c.steps:
+            entry["val_loss"] = evaluate()
+        if master:
+            log.write(json.dumps(entry) + "\n")
+            left = (time.time() - started) / (step - first) * (c.steps - step)
+            line = f"step {step}/{c.steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left"
+            if "val_loss" in entry:
+                print(f"{line}  val_loss {entry['val_loss']:.4f}", flush=True)
+            elif sys.stdout.isatty():
+                print(line, end="   \r", flush=True)
+            if entry.get("val_loss", math.inf) < best:
+                best = entry["val_loss"]
+                write_whole(out / "best.pt", lambda file: torch.save({"model": model.state_dict(), "step": step}, file))
+            if step % c.save_every == 0 or step == c.steps or signals:
+                save()
+        if signals:
+            if master:
+                print(f"\nstopped at step {step}; to go on: python train.py --resume={out}", flush=True)
+            return
+
+    if master:
+        encoding = prepare.encoding(meta["encoding"])
+        start = torch.full((1, 1), meta["eot"], device=device)
+        generator = torch.Generator(device).manual_seed(c.seed)
+        ids = [token.item() for token in model.generate(start, 200, temperature=0.8, top_k=50, window=c.seq, generator=generator)]
+        print(f"{time.time() - started:.0f} s; a sample:\n{encoding.decode(ids)}\n\nmore: python sample.py --out={out}", flush=True)
+
+
+def load_checkpoint(out, device):
+    """The newest whole checkpoint of a run."""
+    for file in (out / "ckpt.pt", out / "ckpt_prev.pt"):
+        if file.exists():
+            try:
+                return torch.load(file, map_location=device, weights_only=True)
+            except Exception as e:
+                raise ValueError(f"{file} cannot be read: {str(e).splitlines()[0]}")
+    raise ValueError(f"{out} has no checkpoint yet; start it anew")
+
+
+def git_commit():
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+if __name__ == "__main__":
+    main()
