@@ -2,7 +2,7 @@
 
     stream = stream of the chosen kind, started with the token embedding
     for t, sublayer in enumerate(sublayers):      # attention, MLP, attention, MLP, ...: M = 2L of them
-        stream.write(sublayer(stream.read(t)))
+        stream.write(*sublayer(stream.read(t)))   # y, and for projected keys what y was projected from
     logits = head(norm(stream.read(M)))
 
 Every method here differs only in what read and write do:
@@ -103,7 +103,7 @@ class GPTConfig:
                        "lr": name not in ("heads", "headwise")}.get(self.route, False)
             hint = "; low-rank multi-head is route=mhar with rank" if (self.route, name) in (("lr", "heads"), ("attnres", "rank")) else ""
             check(allowed or not given, f"route={self.route} takes no {name}{hint}")
-        if self.route in ("baseline", "hc"):
+        if self.route not in DEPTH_ROUTES:
             return
         check(0 < self.H, f"heads must be positive, not {self.H}")
         check(self.d_model % self.H == 0, f"heads={self.H} must divide d_model={self.d_model}")
@@ -155,7 +155,7 @@ class GPTConfig:
         macs = self.n_layer * (2 * d * q + 2 * d * kv + 3 * d * self.d_mlp + 2 * q * seq) + d * self.vocab_size
         if self.route == "hc":  # read: n+1 mixtures of n streams and their weights; write: one multiply-add a stream
             macs += self.M * d * HC_STREAMS * (2 * HC_STREAMS + 4)
-        elif self.route != "baseline":
+        elif self.route in DEPTH_ROUTES:
             macs += self.source_reads() * (self.r + d)
             if self.headwise:  # attention sites make n_kv_head reads instead of one
                 macs += sum(len(self.slots(t)) for t in range(2, self.M, 2)) * (self.n_kv_head - 1) * 2 * d
@@ -164,6 +164,7 @@ class GPTConfig:
         return 6 * macs
 
 
+DEPTH_ROUTES = ("attnres", "lr", "mhar")
 HC_STREAMS = 4  # n of hyper-connections
 ROUTING_FLAGS = dict(blocks=None, rank=None, heads=None, key_norm="auto", key_gain="auto", keys="slice", delta=False, headwise=False)
 
@@ -595,9 +596,8 @@ def parse_flags(*configs, argv=None):
             for field in dataclasses.fields(config):
                 comment = next(line.partition("  # ")[2] for line in lines if re.match(rf"    {field.name}:", line))
                 options = get_args(types[field.name])
-                default = "|".join(map(str, options)) if isinstance(field.default, str) and options else field.default
-                default = f"{field.default}" if default == field.default else f"{field.default} of {default}"
-                print(f"  --{field.name}={default}".ljust(36), comment)
+                choices = f" ({'|'.join(options)})" if isinstance(field.default, str) and options else ""
+                print(f"  --{field.name}={field.default}{choices}".ljust(36), comment)
         raise SystemExit(0)
     for arg in argv:
         name, has_value, text = arg.removeprefix("--").partition("=")

@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -24,11 +23,12 @@ import sys
 import sysconfig
 import threading
 import time
+import urllib.request
 from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Callable, Literal, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -64,24 +64,11 @@ class Config:
 # Encodings
 
 
-class Encoding:
-    """encode(text) -> list of ids, without special ones; decode(ids) -> str; decode_bytes(ids) -> bytes; vocab_size;
-    eot. An id that means nothing (a model's vocabulary may be larger) decodes to U+FFFD, as do broken characters."""
-
-    def __init__(self, encode, token_bytes, vocab_size, eot):
-        self.encode, self.token_bytes, self.vocab_size, self.eot = encode, token_bytes, vocab_size, eot
-
-    def decode_bytes(self, ids):
-        parts = []
-        for i in ids:
-            try:
-                parts.append(self.token_bytes(i))
-            except (KeyError, OverflowError):
-                parts.append("\ufffd".encode())
-        return b"".join(parts)
-
-    def decode(self, ids):
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+class Encoding(NamedTuple):
+    encode: Callable  # text -> list of ids; the text of special tokens is text like any other
+    decode: Callable  # list of ids -> text; what means nothing becomes U+FFFD or is left out
+    vocab_size: int
+    eot: int  # the end-of-text id
 
 
 def encoding(name, folder="."):
@@ -101,7 +88,14 @@ def encoding(name, folder="."):
             raise ValueError(f"cannot fetch tiktoken's encoding {name!r} ({type(e).__name__}); it needs the network once, --encoding=bytes never does")
     if "<|endoftext|>" not in enc.special_tokens_set:
         raise ValueError(f"encoding {name!r} has no end-of-text token")
-    return Encoding(enc.encode_ordinary, enc.decode_single_token_bytes, enc.n_vocab, enc.eot_token)
+
+    def token(i):
+        try:
+            return enc.decode_single_token_bytes(i)
+        except (KeyError, OverflowError):  # a model's vocabulary may be larger
+            return "\ufffd".encode()
+
+    return Encoding(enc.encode_ordinary, lambda ids: b"".join(map(token, ids)).decode(errors="replace"), enc.n_vocab, enc.eot_token)
 
 
 def tokenizer_json(path):
@@ -120,22 +114,8 @@ def tokenizer_json(path):
     eot = next((ids[t] for t in ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>") if t in ids), None)
     if eot is None:
         raise ValueError(f"{path} has no end-of-text token that is known here, such as <|endoftext|>")
-    names = {i: token for token, i in ids.items()}
-    added = tokenizer.get_added_tokens_decoder()
-    byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
-    # Byte-level tokens spell their bytes: printable ones stand for themselves, the others for U+0100, U+0101, ...
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    spelled = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(sorted(set(range(256)) - set(plain)))}
-
-    def token_bytes(i):
-        if i in added:
-            return added[i].content.encode()
-        if byte_level:
-            return bytes(spelled[c] for c in names[i])
-        byte = re.fullmatch("<0x([0-9A-F]{2})>", names[i])  # SentencePiece's spelling: <0x0A>, and a low line for a space
-        return bytes.fromhex(byte[1]) if byte else names[i].replace("▁", " ").encode()
-
-    return Encoding(lambda text: tokenizer.encode(text, add_special_tokens=False).ids, token_bytes, max(ids.values()) + 1, eot)
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    return Encoding(encode, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), max(ids.values()) + 1, eot)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -182,10 +162,10 @@ def rows(c):
         args = dict(path=kind, data_files=found[kind], split="train")
     else:
         args = dict(path=c.hf, name=c.hf_name or None, split=c.hf_split)
-        import requests
+        import huggingface_hub.constants
         try:  # one quick look: the library itself would retry for half a minute
-            requests.head(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=10)
-        except requests.RequestException as e:
+            urllib.request.urlopen(huggingface_hub.constants.ENDPOINT, timeout=10).close()
+        except OSError as e:
             raise ValueError(f"cannot reach the hub for the data set {c.hf} ({type(e).__name__}), and there is no such local file or folder; "
                              "--dataset=stdlib and --dataset=text need no network")
     try:

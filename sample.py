@@ -5,7 +5,6 @@
 
 One sample streams to the terminal as it comes; several are made together and printed one after the other.
 """
-import codecs
 import sys
 from dataclasses import dataclass
 
@@ -40,13 +39,17 @@ def sample(c):
     generator = torch.Generator(device).manual_seed(c.seed)
     tokens = model.generate(idx, c.tokens, c.temperature, c.top_k, c.top_p, c.window or run["train"]["seq"], generator)
     if c.samples == 1:
-        text = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can be split over tokens
         print(c.prompt, end="", flush=True)
+        ids, shown = [], 0
         for token in tokens:
             if token.item() == encoding.eot:
                 break
-            print(text.decode(encoding.decode_bytes([token.item()])), end="", flush=True)
-        return print()
+            ids.append(token.item())
+            text = encoding.decode(ids)
+            if not text.endswith("\ufffd"):  # a character can be split over tokens
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
+        return print(encoding.decode(ids)[shown:])
     rows = torch.stack(list(tokens), dim=1).tolist()
     for i, row in enumerate(rows):
         row = row[:row.index(encoding.eot)] if encoding.eot in row else row
