@@ -58,7 +58,8 @@ class TrainConfig:
     compile: bool | None = None  # torch.compile the sublayers; unset: on CUDA
 
 
-_mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, eval_every=500, eval_tokens=1_048_576, save_every=1000, param_dtype="bfloat16")
+_mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, param_dtype="bfloat16",
+             eval_every=500, eval_tokens=1_048_576, save_every=1000)
 _lr = dict(_mhar, seq=2048, batch=128, steps=76_294, schedule="linear", warmup=2000, doc_mask=True)
 RECIPES = {
     "nano": dict(),
@@ -88,7 +89,8 @@ def configure(flags):
         old = run["model"] | run["train"]
         for name, value in flags.items():
             if name not in MAY_CHANGE and value != old[name]:
-                fail(f"--{name}={value} does not fit {flags['resume']} ({old[name]}); only these may change: {', '.join(sorted(MAY_CHANGE - {'resume'}))}")
+                changeable = ", ".join(sorted(MAY_CHANGE - {"resume"}))
+                fail(f"--{name}={value} does not fit {flags['resume']} ({old[name]}); only these may change: {changeable}")
         model, c = GPTConfig(**run["model"]), TrainConfig(**run["train"] | mine)
     else:
         size = flags.get("size", TrainConfig.size)
@@ -219,19 +221,22 @@ def train(model_config, c, vocab_given=False):
     log_file = out / "log.jsonl"
     if master:
         if c.resume:  # what was logged after the checkpoint will be logged again
-            lines = [line for line in log_file.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step] if log_file.exists() else []
+            lines = log_file.read_text().splitlines() if log_file.exists() else []
+            lines = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
             write_whole(log_file, lambda file: file.write_text("".join(line + "\n" for line in lines)))
         params = model.num_params()
         config = {
             "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {"out": None, "resume": None},
             "data": {"folder": os.path.relpath(folder), **{k: meta[k] for k in ("encoding", "vocab_size", "eot")}},
-            "parameters": params, "flops_per_token": flops, "ranks": world, "device": torch.cuda.get_device_name() if cuda else platform.processor() or device.type,
+            "parameters": params, "flops_per_token": flops, "ranks": world,
+            "device": torch.cuda.get_device_name() if cuda else platform.processor() or device.type,
             "versions": {"python": platform.python_version(), "torch": torch.__version__}, "git": git_commit(),
         }
         write_whole(out / "config.json", lambda file: file.write_text(json.dumps(config, indent=1) + "\n"))
         log = open(log_file, "a", buffering=1)
-        print(f"{model_config.route} {c.size}: {params['total']:,} parameters ({params['routing']:,} routing), vocabulary {model_config.vocab_size:,} "
-              f"({meta['encoding']}), {train_data.tokens:,} training tokens of {folder}, {world} x {device.type} -> {out}", flush=True)
+        print(f"{model_config.route} {c.size}: {params['total']:,} parameters ({params['routing']:,} routing), "
+              f"vocabulary {model_config.vocab_size:,} ({meta['encoding']}), {train_data.tokens:,} training tokens of {folder}, "
+              f"{world} x {device.type} -> {out}", flush=True)
 
     # -- how: one loop
     if c.compile or (c.compile is None and cuda):
@@ -288,7 +293,8 @@ def train(model_config, c, vocab_given=False):
             total[0] /= world
         loss, signals, grad_norm = torch.cat([total, grad_norm.float().view(1)]).tolist()  # the step's one synchronization
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the run stops, its last checkpoint stays as it was: {out}")
+            sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; "
+                     f"the run stops, its last checkpoint stays as it was: {out}")
         optimizer.step()
         optimizer.zero_grad()
         step += 1
@@ -296,7 +302,8 @@ def train(model_config, c, vocab_given=False):
         signals = signals if world > 1 else len(stop)
 
         speed = c.batch * c.seq / seconds
-        entry = {"step": step, "tokens": step * c.batch * c.seq, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_s": round(speed),
+        entry = {"step": step, "tokens": step * c.batch * c.seq, "loss": loss, "lr": lr, "grad_norm": grad_norm,
+                 "tokens_per_s": round(speed),
                  "mfu": round(speed * flops / peak_flops / world, 4) if peak_flops else None,
                  "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else None}
         if step % c.eval_every == 0 or step == c.steps:
@@ -324,7 +331,8 @@ def train(model_config, c, vocab_given=False):
         encoding = prepare.encoding(meta["encoding"], folder)
         start = torch.full((1, 1), meta["eot"], device=device)
         generator = torch.Generator(device).manual_seed(c.seed)
-        ids = [token.item() for token in model.generate(start, 200, temperature=0.8, top_k=50, window=c.seq, generator=generator)]
+        tokens = model.generate(start, 200, temperature=0.8, top_k=50, window=c.seq, generator=generator)
+        ids = [token.item() for token in tokens]
         print(f"{time.time() - started:.0f} s; a sample:\n{encoding.decode(ids)}\n\nmore: python sample.py --out={out}", flush=True)
 
 
