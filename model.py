@@ -85,7 +85,7 @@ class GPTConfig:
                 check(getattr(self, name) in get_args(t), f"{name} must be one of {', '.join(get_args(t))}, not {getattr(self, name)!r}")
         for name in ("n_layer", "d_model", "n_head", "n_kv_head", "d_mlp", "vocab_size"):
             check(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
-        check(self.norm_eps > 0 and self.rope_theta > 0, "norm_eps and rope_theta must be positive")
+        check(0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf, "norm_eps and rope_theta must be positive")
         check(self.n_head % self.n_kv_head == 0, f"n_kv_head={self.n_kv_head} must divide n_head={self.n_head}")
         if self.head_dim is None:
             check(self.d_model % self.n_head == 0,
@@ -93,9 +93,11 @@ class GPTConfig:
             self.head_dim = self.d_model // self.n_head
         check(self.head_dim > 0 and self.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {self.head_dim}")
         try:
-            check(not self.rope_scaling or len([float(x) for x in self.rope_scaling.split(",")]) == 4, "")
+            factor, low, high, original = map(float, (self.rope_scaling or "1,1,2,1").split(","))
         except ValueError:
-            check(False, f'rope_scaling must read "factor,low,high,original length", not {self.rope_scaling!r}')
+            factor = 0
+        check(factor > 0 and 0 < low < high and original > 0,
+              f'rope_scaling must read "factor,low,high,original length", low < high, not {self.rope_scaling!r}')
 
         for name, default in ROUTING_FLAGS.items():
             given = getattr(self, name) != default
@@ -559,17 +561,28 @@ class GPT(nn.Module):
 
 def load_run(folder, device="cpu", checkpoint="ckpt.pt"):
     """A run's model, ready to use, and its config.json as a dict. Raises ValueError with one line if there is none."""
-    folder = Path(folder)
-    for file in ("config.json", checkpoint):
-        if not (folder / file).is_file():
-            raise ValueError(f"{folder} is not a finished or saved run: it has no {file}")
-    run = json.loads((folder / "config.json").read_text())
+    run, file = read_config(folder), Path(folder, checkpoint)
     model = GPT(GPTConfig(**run["model"]))
     try:
-        model.load_state_dict(torch.load(folder / checkpoint, map_location="cpu", weights_only=True)["model"])
-    except Exception as e:
-        raise ValueError(f"{folder / checkpoint} does not hold this run's model: {str(e).splitlines()[0]}")
+        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no {checkpoint} yet")
+    except Exception as e:  # torch.load raises nearly everything
+        raise ValueError(f"{file} does not hold this run's model: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
     return model.to(device).eval(), run
+
+
+def read_config(folder):
+    """A run's config.json as a dict. Raises ValueError with one line if it is missing or damaged."""
+    file = Path(folder, "config.json")
+    try:
+        run = json.loads(file.read_text())
+        GPTConfig(**run["model"]), run["train"]["seq"], run["data"]["folder"]
+        return run
+    except OSError as e:
+        raise ValueError(f"{folder} is no run: cannot read {file} ({e.strerror})")
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -619,6 +632,8 @@ def parse_flags(*configs, argv=None):
         else:
             try:
                 given[name] = kind(text)
+                if kind is float and not math.isfinite(given[name]):
+                    raise ValueError
             except ValueError:
                 fail(f"--{name}={text}: expected {'a whole number' if kind is int else 'a number'}")
     return given

@@ -31,8 +31,8 @@ class Config:
 
 def sample(c):
     device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if c.samples < 1 or c.tokens < 1 or c.temperature < 0 or c.top_k < 0 or not 0 <= c.top_p <= 1:
-        fail("--samples and --tokens must be positive, --temperature and --top_k not negative, --top_p from 0 to 1")
+    if c.samples < 1 or c.tokens < 1 or c.temperature < 0 or c.top_k < 0 or not 0 <= c.top_p <= 1 or (c.window or 0) < 0 or not 0 <= c.seed < 2**63:
+        fail("--samples and --tokens must be positive, --temperature and --top_k, --window and --seed not negative, --top_p from 0 to 1")
     model, run = load_run(c.out, device, c.checkpoint)
     encoding = prepare.encoding(run["data"]["encoding"], folder=run["data"]["folder"])
     idx = torch.tensor([[encoding.eot] + encoding.encode(c.prompt)] * c.samples, device=device)
@@ -57,10 +57,12 @@ def sample(c):
 
 
 def main():
+    config = Config(**parse_flags(Config))
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's characters
     try:
-        sample(Config(**parse_flags(Config)))
-    except (ValueError, RuntimeError) as e:
-        fail(str(e).splitlines()[0])
+        sample(config)
+    except (ValueError, RuntimeError, AssertionError, OSError) as e:
+        fail((str(e).splitlines() or [type(e).__name__])[0])
     except KeyboardInterrupt:
         sys.exit(130)
 

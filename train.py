@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import GPT, GPTConfig, fail, load_run, parse_flags
+from model import GPT, GPTConfig, fail, load_run, parse_flags, read_config
 
 
 @dataclass
@@ -82,10 +82,7 @@ def configure(flags):
     mine = {k: v for k, v in flags.items() if k not in model_fields}
     model = {k: v for k, v in flags.items() if k in model_fields}
     if "resume" in flags:
-        file = Path(flags["resume"]) / "config.json"
-        if not file.is_file():
-            fail(f"nothing to resume: there is no {file}")
-        run = json.loads(file.read_text())
+        run = read_config(flags["resume"])
         old = run["model"] | run["train"]
         for name, value in flags.items():
             if name not in MAY_CHANGE and value != old[name]:
@@ -101,6 +98,8 @@ def configure(flags):
     for name in ("seq", "batch", "steps", "lr", "eval_every", "eval_tokens", "save_every", "clip"):
         if not getattr(c, name) > 0:
             fail(f"--{name} must be positive, not {getattr(c, name)}")
+    if not 0 <= c.seed < 2**63:
+        fail(f"--seed must be from 0 to 2^63 - 1, not {c.seed}")
     if not (0 <= c.warmdown <= 1 and c.warmup >= 0 and c.min_lr >= 0 and c.weight_decay >= 0):
         fail("--warmdown is a share of the steps, from 0 to 1; --warmup, --min_lr and --weight_decay are not negative")
     return model, c
@@ -129,18 +128,21 @@ def new_folder(c, model):
     fail(f"--out={c.out} exists; nothing is overwritten: choose another name, or --resume={c.out}")
 
 
-def write_whole(file, write):
-    """write(path) into a temporary file, which takes file's place only when it is complete and on the disk."""
+def write_whole(file, write, keep=None):
+    """write(path) into a temporary file, which takes file's place only when it is complete and on the disk. What was
+    there before stays as keep, if that is given."""
     partial = file.with_name(file.name + ".partial")
-    partial.unlink(missing_ok=True)
     try:
+        partial.unlink(missing_ok=True)
         write(partial)
         with open(partial, "rb") as f:
             os.fsync(f.fileno())
+        if keep and file.exists():
+            write_whole(keep, lambda path: link(file, path))
         os.replace(partial, file)
     except (OSError, RuntimeError) as e:  # a full disk; torch.save reports it as a RuntimeError
         partial.unlink(missing_ok=True)
-        sys.exit(f"cannot write {file}, what was there before is untouched: {str(e).splitlines()[0]}")
+        sys.exit(f"cannot write {file}, what was there before is untouched: {(str(e).splitlines() or [type(e).__name__])[0]}")
 
 
 def link(old, new):
@@ -152,10 +154,13 @@ def link(old, new):
 
 def main():
     flags = parse_flags(TrainConfig, GPTConfig)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's characters
     try:
         train(*configure(flags), vocab_given="vocab_size" in flags)
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         fail(e)
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -181,13 +186,18 @@ def train(model_config, c, vocab_given=False):
         dist.init_process_group("nccl" if cuda else "gloo")
     master = rank == 0
     if c.batch % world or (c.micro is not None and (c.micro <= 0 or c.batch // world % c.micro)):
-        fail(f"--batch={c.batch} must be a multiple of ranks x micro = {world} x {c.micro or 1}")
+        fail(f"--batch={c.batch} must be a multiple of ranks x --micro = {world} x {1 if c.micro is None else c.micro}")
     micro = c.micro or c.batch // world
 
     # -- what: the data, the model, the optimizer
     folder = Path("data") / c.data if (Path("data") / c.data).exists() or c.data == "stdlib" else Path(c.data)
-    if c.data == "stdlib" and not folder.exists() and master:
-        prepare.prepare(prepare.Config())
+    while c.data == "stdlib" and not folder.exists() and master:
+        try:
+            prepare.prepare(prepare.Config())
+        except ValueError:
+            if not folder.with_name("stdlib.partial").exists():  # else another run is making it: wait
+                raise
+            time.sleep(1)
     if world > 1:
         dist.barrier()
     train_data, val_data = (prepare.Shards(folder, split, c.seq, c.verify) for split in ("train", "val"))
@@ -196,6 +206,10 @@ def train(model_config, c, vocab_given=False):
         fail(f"vocab_size={model_config.vocab_size} is less than the data's {meta['vocab_size']}")
     if not vocab_given and not c.resume:
         model_config.vocab_size = meta["vocab_size"]
+    data = {"folder": os.path.relpath(folder), **{k: meta[k] for k in ("encoding", "vocab_size", "eot")},
+            "sha256": [shard["sha256"] for split in meta["shards"].values() for shard in split]}
+    if c.resume and read_config(c.resume)["data"]["sha256"] != data["sha256"]:
+        fail(f"{folder} is not the data that {c.resume} was trained on")
     torch.manual_seed(c.seed)
     model = GPT(model_config, dtype).cast_parameters(getattr(torch, c.param_dtype)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=c.weight_decay, fused=True)
@@ -208,9 +222,12 @@ def train(model_config, c, vocab_given=False):
     if c.resume:
         out = Path(c.resume)
         state = load_checkpoint(out, device)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, best = state["step"], state["best"]
+        try:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            step, best = state["step"], state["best"]
+        except (RuntimeError, KeyError, TypeError) as e:
+            fail(f"the checkpoint of {out} does not fit its config.json: {' '.join(str(e).split())[:200]}")
         if step >= c.steps:
             fail(f"{out} has all its {step} steps; give --steps to go on")
     else:
@@ -220,14 +237,13 @@ def train(model_config, c, vocab_given=False):
         out = Path(name[0])
     log_file = out / "log.jsonl"
     if master:
-        if c.resume:  # what was logged after the checkpoint will be logged again
-            lines = log_file.read_text().splitlines() if log_file.exists() else []
-            lines = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-            write_whole(log_file, lambda file: file.write_text("".join(line + "\n" for line in lines)))
+        if c.resume:
+            kept = logged_until(log_file, step)
+            write_whole(log_file, lambda file: file.write_text(kept))
         params = model.num_params()
         config = {
-            "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {"out": None, "resume": None},
-            "data": {"folder": os.path.relpath(folder), **{k: meta[k] for k in ("encoding", "vocab_size", "eot")}},
+            "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {"out": None, "resume": None, "data": os.path.relpath(c.data) if os.path.isabs(c.data) else c.data},
+            "data": data,
             "parameters": params, "flops_per_token": flops, "ranks": world,
             "device": torch.cuda.get_device_name() if cuda else platform.processor() or device.type,
             "versions": {"python": platform.python_version(), "torch": torch.__version__}, "git": git_commit(),
@@ -268,9 +284,7 @@ def train(model_config, c, vocab_given=False):
 
     def save():
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best}
-        if (out / "ckpt.pt").exists():
-            write_whole(out / "ckpt_prev.pt", lambda file: link(out / "ckpt.pt", file))
-        write_whole(out / "ckpt.pt", lambda file: torch.save(state, file))
+        write_whole(out / "ckpt.pt", lambda file: torch.save(state, file), keep=out / "ckpt_prev.pt")
 
     started, first = time.time(), step
     while step < c.steps:
@@ -308,6 +322,8 @@ def train(model_config, c, vocab_given=False):
                  "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else None}
         if step % c.eval_every == 0 or step == c.steps:
             entry["val_loss"] = evaluate()
+            if not math.isfinite(entry["val_loss"]):
+                sys.exit(f"step {step}: validation loss {entry['val_loss']}; the run stops, its last checkpoint stays as it was: {out}")
         if master:
             log.write(json.dumps(entry) + "\n")
             left = (time.time() - started) / (step - first) * (c.steps - step)
@@ -321,7 +337,7 @@ def train(model_config, c, vocab_given=False):
                 write_whole(out / "best.pt", lambda file: torch.save({"model": model.state_dict(), "step": step}, file))
             if step % c.save_every == 0 or step == c.steps or signals:
                 save()
-        if signals:
+        if signals and step < c.steps:
             if master:
                 print(f"\nstopped at step {step}; to go on: python train.py --resume={out}", flush=True)
             return
@@ -339,12 +355,25 @@ def train(model_config, c, vocab_given=False):
 def load_checkpoint(out, device):
     """The newest whole checkpoint of a run."""
     for file in (out / "ckpt.pt", out / "ckpt_prev.pt"):
-        if file.exists():
-            try:
-                return torch.load(file, map_location=device, weights_only=True)
-            except Exception as e:
-                raise ValueError(f"{file} cannot be read: {str(e).splitlines()[0]}")
-    raise ValueError(f"{out} has no checkpoint yet; start it anew")
+        try:
+            return torch.load(file, map_location=device, weights_only=True)
+        except FileNotFoundError:
+            pass
+        except Exception as e:  # torch.load raises nearly everything
+            print(f"{file} cannot be read ({type(e).__name__}), so the one before is tried", file=sys.stderr)
+    raise ValueError(f"{out} has no whole checkpoint; start it anew")
+
+
+def logged_until(log_file, step):
+    """The whole lines of a log up to that step: what was logged after the checkpoint will be logged again."""
+    kept = []
+    for line in log_file.read_text(errors="replace").splitlines() if log_file.exists() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):  # half a line
+            pass
+    return "".join(kept)
 
 
 def git_commit():
