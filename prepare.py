@@ -361,7 +361,7 @@ def write(c, enc, folder):
     for split, name in (("train", "training"), ("val", "validation")):
         if not counts[split]:
             raise ValueError(f"no {name} document among {len(seen)} ({counts['empty']} empty, {counts['invalid']} not UTF-8, "
-                             f"{counts['duplicate']} duplicate): give more documents or another --val_fraction")
+                             f"{counts['duplicate']} duplicate): give more documents or another --val_fraction than {c.val_fraction}")
     name = c.encoding
     if name.endswith(".json"):  # the folder is complete and can be moved
         name = "tokenizer.json"

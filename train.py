@@ -326,8 +326,9 @@ def train(model_config, c, vocab_given=False):
                 sys.exit(f"step {step}: validation loss {entry['val_loss']}; the run stops, its last checkpoint stays as it was: {out}")
         if master:
             log.write(json.dumps(entry) + "\n")
-            left = (time.time() - started) / (step - first) * (c.steps - step)
-            line = f"step {step}/{c.steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left"
+            pace = (time.time() - started) / (step - first)  # seconds a step so far, evaluations and all
+            left = pace * (c.steps - step)
+            line = f"step {step}/{c.steps}  loss {loss:.3f}  {c.batch * c.seq / pace:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left"
             if "val_loss" in entry:
                 print(f"{line}  val_loss {entry['val_loss']:.4f}", flush=True)
             elif sys.stdout.isatty():
