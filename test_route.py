@@ -933,7 +933,7 @@ def test_prepare_says_what_needs_the_network(tmp_path, monkeypatch, capsys):
     (["--dataste=text"], "dataset"), (["--dataset=web"], "stdlib, text, hf"), (["--encoding=nope"], "gpt2"), (["--encoding=no/tokenizer.json"], "tokenizer"),
     (["--dataset=text"], "--glob"), (["--glob=*.txt"], "--dataset=text"), (["--hf=x/y"], "--dataset=hf"), (["--dataset=text", "--glob=*.none"], "*.none"),
     (["--dataset=text", "--glob=one.txt,*.none"], "*.none"), (["--dataset=text", "--glob=one.txt"], "validation"), (["--tokens=0"], "--tokens"),
-    (["--tokens=many"], "whole number"), (["--val_fraction=0"], "between 0 and 1"), (["--val_fraction=1"], "between 0 and 1"), (["--val_fraction=nan"], "between 0 and 1"),
+    (["--tokens=many"], "whole number"), (["--val_fraction=0"], "between 0 and 1"), (["--val_fraction=1"], "between 0 and 1"), (["--val_fraction=nan"], "a number"),
     (["--workers=0"], "--workers"), (["--out=."], "exists"), (["--out=one.txt"], "exists"), (["--out=one.txt/x"], "one.txt/x"),
     (["--tokens=100", "--out=a/b/c"], "validation"),
 ])
