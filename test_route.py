@@ -1188,6 +1188,22 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(inside, monkeypatch):
     assert not list((inside / "out/full").glob("*.partial"))
 
 
+def test_resume_takes_the_last_whole_checkpoint_and_only_the_same_data(inside):
+    inline(train, *TINY, "--data=small", "--out=out/damaged")
+    (inside / "out/damaged/ckpt.pt").write_bytes((inside / "out/damaged/ckpt.pt").read_bytes()[:1000])
+    with open(inside / "out/damaged/log.jsonl", "a") as log:
+        log.write('{"step": 41, "lo')
+    before = (inside / "out/damaged/log.jsonl").read_text().splitlines()[:40]
+    inline(train, "--resume=out/damaged")
+    assert len(losses(inside / "out/damaged")) == 40 and [json.loads(a)["loss"] for a in before] == list(losses(inside / "out/damaged").values())
+    config = json.loads((inside / "out/damaged/config.json").read_text())
+    config["data"]["sha256"][0] = "another"
+    (inside / "out/damaged/config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as stop:
+        inline(train, "--resume=out/damaged", "--steps=41")
+    assert stop.value.code == 2
+
+
 def test_a_default_folder_takes_the_next_free_name(inside):
     for name in ("mhar-nano", "mhar-nano-2"):
         inline(train, *TINY, "--data=small", "--steps=1")
