@@ -593,6 +593,32 @@ def test_bf16(name):
     next(model.generate(tokens(), 1))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_route
+def test_cuda_equals_cpu(name):
+    """Logits, with FlexAttention's document mask too, gradients and cached greedy decoding, in fp32."""
+    flags = {k: v for k, v in ROUTES[name].items() if k != "blocks"}
+    torch.manual_seed(0)
+    m = GPT(GPTConfig.from_size("nano", **flags))
+    for p in m.router.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    idx, docs = torch.randint(257, (2, 256)), (torch.rand(2, 256) < 0.02).cumsum(1)
+    plain, masked = m(idx), m(idx, docs=docs)
+    m(idx, idx, docs=docs).backward()
+    grads = {n: p.grad for n, p in m.named_parameters()}
+    m.zero_grad(set_to_none=True)
+    m.cuda()
+    idx, docs = idx.cuda(), docs.cuda()
+    assert close(m(idx).cpu(), plain, 1e-5) and close(m(idx, docs=docs).cpu(), masked, 1e-5)
+    m(idx, idx, docs=docs).backward()
+    assert all(close(p.grad.cpu(), grads[n], 2e-5) for n, p in m.named_parameters() if grads[n].abs().max() > 0)
+    ids = full = idx[:, :20]
+    ids = torch.cat([ids, *(token[:, None] for token in m.generate(ids, 40, temperature=0))], 1)
+    for _ in range(40):
+        full = torch.cat([full, m(full)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(ids, full)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What is refused
 

@@ -195,9 +195,9 @@ def train(model_config, c, vocab_given=False):
         try:
             prepare.prepare(prepare.Config())
         except ValueError:
-            if not folder.with_name("stdlib.partial").exists():  # else another run is making it: wait
+            if not folder.exists() and not folder.with_name("stdlib.partial").exists():
                 raise
-            time.sleep(1)
+            time.sleep(1)  # another run is making it, or just has
     if world > 1:
         dist.barrier()
     train_data, val_data = (prepare.Shards(folder, split, c.seq, c.verify) for split in ("train", "val"))
