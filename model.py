@@ -22,6 +22,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class GPTConfig:
     keys: Literal["slice", "projected"] = "slice"  # cut the keys from the values, or project them (lr only)
     delta: bool = False  # keep x = x + y and add gate * mix to each read
     headwise: bool = False  # mhar: one full-width read for each KV group's Q, K, V
+    kernel: Literal["auto", "torch", "triton"] = "auto"  # kernel.py's fused reads or the plain ones here; auto: fused on CUDA
 
     @classmethod
     def from_size(cls, size: str, **overrides) -> "GPTConfig":
@@ -115,6 +117,7 @@ class GPTConfig:
         if self.keys == "projected":
             check(self.key_norm != "full", "keys=projected have no full-width norm: use key_norm=slice")
             check(not self.delta, "delta needs keys=slice")
+            check(self.kernel != "triton", "there is no kernel for keys=projected: use kernel=auto or torch")
         if self.headwise:
             check(self.rank is None, "headwise reads have full-width keys: it takes no rank")
             check(not self.delta, "headwise and delta do not go together")
@@ -230,6 +233,23 @@ def route(sources, query, *, norm="full", keys=None, eps=1e-6):
     return mix.flatten(-2).to(sources[0].dtype), weights
 
 
+@functools.cache
+def kernels(choice, device_type):
+    """kernel.py, or None where route() above is to do the reads. choice: GPTConfig.kernel. Raises ValueError if it cannot be had."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter, slow: for tests
+    if choice == "torch" or (choice == "auto" and device_type != "cuda"):
+        return None
+    try:
+        if device_type != "cuda" and not interpreted:
+            raise ImportError("no CUDA")
+        import kernel
+        return kernel
+    except ImportError as e:
+        if choice == "auto":
+            return None
+        raise ValueError(f"kernel=triton needs CUDA and the package triton ({e}); kernel=torch runs everywhere")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The streams. init() gives a stream's parameters, which live in GPT.router and stay fp32; they draw nothing from the
 # backbone's random numbers, so that one seed gives every route the same backbone. write() gets a sublayer's output y
@@ -238,6 +258,7 @@ def route(sources, query, *, norm="full", keys=None, eps=1e-6):
 
 class Residual:
     """x = x + y."""
+    normed = False  # whether what read() returns has the sublayer's RMSNorm behind it, but for its gain
 
     @staticmethod
     def init(config):
@@ -262,6 +283,7 @@ class HyperConnections:
     Starts as pre-norm: W = 0, A_r = 1, b = 1, and sublayer t reads copy t mod n. The mean (theirs: the sum, which the
     final norm undoes) makes it equal the baseline at the first step. MHAR compares with a static softmax form with noisy
     initialization; this is the published method."""
+    normed = False
 
     @staticmethod
     def init(config):
@@ -293,7 +315,9 @@ class HyperConnections:
 
 class Depth:
     """Attention over depth: AttnRes, LR, MHAR and low-rank MHAR, full and block. Slot 0 is the embedding, slot i the
-    running sum of its block up to sublayer output i; site t reads the slots S(t) = config.slots(t) through route()."""
+    running sum of its block up to sublayer output i; site t reads the slots S(t) = config.slots(t), through route() or the
+    fused kernels of kernel.py, whose Bank keeps the slots itself."""
+    fuse_norm = True  # the kernels' reads do the sublayer's RMSNorm on the way
 
     @staticmethod
     def init(config):
@@ -315,14 +339,26 @@ class Depth:
         fold = lambda name: router[f"{name}query"] * router[f"{name}gain"] if config.gain else router[f"{name}query"]
         self.query = fold("")  # [M + 1, H, R], a gain only rescales a query
         self.group_query = fold("group_") if config.headwise else None  # [L, KV, d]
+        self.kernel = kernels(config.kernel, x.device.type) if self.keys is None and x.dtype != torch.float64 else None
+        self.bank, self.normed = None, False
+        if self.kernel and not config.headwise:
+            self.normed = self.fuse_norm
+            self.bank = self.kernel.Bank(x, self.query, config.ends, norm=config.norm, eps=config.norm_eps, prenorm=self.normed)
+
+    def mix(self, query):
+        args = dict(norm=self.config.norm, eps=self.config.norm_eps)
+        return self.kernel.route(self.sources, query, **args) if self.kernel else route(self.sources, query, keys=self.keys, **args)[0]
 
     def read(self, t):
-        mix = lambda query: route(self.sources, query, norm=self.config.norm, keys=self.keys, eps=self.config.norm_eps)[0]
+        if self.bank:
+            return self.bank.read(t)
         if self.config.headwise and t % 2 == 0 and t < self.config.M:
-            return torch.stack([mix(query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
-        return mix(self.query[t])
+            return torch.stack([self.mix(query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
+        return self.mix(self.query[t])
 
     def write(self, y, hidden):
+        if self.bank:
+            return self.bank.write(y)
         t, self.written = self.written, self.written + 1
         banks = [(self.sources, y)]
         if self.keys is not None:  # a block's key is the sum of its outputs' keys
@@ -335,6 +371,7 @@ class Delta(Depth):
     """MHAR's graft for mid-training: the residual stream stays, and each site adds gate[t] * mix, the gates closed at the
     start, so that a pretrained model is unchanged. Sources are a learned null vector, each finished block's sum and the
     current partial sum. This follows the paper's text; its code has a null vector per site and no partial sum."""
+    fuse_norm = False
 
     @staticmethod
     def init(config):
@@ -362,19 +399,25 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width)) if config.norm_gain else None
         self.eps = config.norm_eps
 
-    def forward(self, x):
+    def forward(self, x, normed=False):
+        if normed:  # all but the gain is done
+            return x if self.weight is None else (x * self.weight).to(x.dtype)
         return F.rms_norm(wide(x), x.shape[-1:], self.weight, self.eps).to(x.dtype)
 
 
 class Linear(nn.Linear):
     """Weights are cast to the activations' dtype, so fp32 parameters can compute in bf16."""
 
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
+    def scaled(self, gain, dtype):
+        return (self.weight if gain is None else self.weight * gain).to(dtype)
+
+    def forward(self, x, gain=None):
+        """gain: that of a norm before, where x comes without it."""
+        return F.linear(x, self.scaled(gain, x.dtype))
 
 
 def rotary(config, start, length, device):
-    """cos and sin [length, head_dim / 2] of RoPE at positions start, start + 1, ...; Llama-3.1's scaling if asked for."""
+    """cos and sin [length, head_dim / 2] in float64 of RoPE at positions start, start + 1, ...; Llama-3.1's scaling if asked for."""
     exact = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     freq = config.rope_theta ** -(torch.arange(0, config.head_dim, 2, device=device, dtype=exact) / config.head_dim)
     if config.rope_scaling:
@@ -395,7 +438,7 @@ def rotate(x, cos, sin):
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        c, self.head_dim = config, config.head_dim
+        c, self.head_dim, self.keys = config, config.head_dim, config.keys
         self.norm = RMSNorm(c.d_model, c)
         self.q = Linear(c.d_model, c.n_head * c.head_dim, bias=False)
         self.k = Linear(c.d_model, c.n_kv_head * c.head_dim, bias=False)
@@ -403,19 +446,19 @@ class Attention(nn.Module):
         self.o = Linear(c.n_head * c.head_dim, c.d_model, bias=False)
         self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c), RMSNorm(c.head_dim, c)) if c.qk_norm else (nn.Identity(), nn.Identity())
 
-    def project(self, x, linear):
+    def project(self, x, linear, gain):
         """x [B, T, d], or [KV, B, T, d] with an own input for each KV group (headwise) -> [B, heads, T, head_dim]."""
         if x.ndim == 4:
-            y = torch.einsum("gbtd,god->btgo", x, linear.weight.to(x.dtype).unflatten(0, (len(x), -1))).flatten(2)
+            y = torch.einsum("gbtd,god->btgo", x, linear.scaled(gain, x.dtype).unflatten(0, (len(x), -1))).flatten(2)
         else:
-            y = linear(x)
+            y = linear(x, gain)
         return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, x, rope, mask, cache):
-        x = self.norm(x)
-        q = rotate(self.q_norm(self.project(x, self.q)), *rope)
-        k = rotate(self.k_norm(self.project(x, self.k)), *rope)
-        v = self.project(x, self.v)
+    def forward(self, x, normed, rope, mask, cache):
+        x, gain = (x, self.norm.weight) if normed else (self.norm(x), None)
+        q = rotate(self.q_norm(self.project(x, self.q, gain)), *rope)
+        k = rotate(self.k_norm(self.project(x, self.k, gain)), *rope)
+        v = self.project(x, self.v, gain)
         if cache is not None:
             k, v = cache.append(self, k, v)
         if mask is None or torch.is_tensor(mask):
@@ -423,21 +466,22 @@ class Attention(nn.Module):
         else:
             y = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
         hidden = y.transpose(1, 2).flatten(2)  # [B, T, n_head * head_dim]
-        return self.o(hidden), hidden
+        return self.o(hidden), hidden if self.keys == "projected" else None
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
+        self.keys = config.keys
         self.norm = RMSNorm(config.d_model, config)
         self.gate = Linear(config.d_model, config.d_mlp, bias=False)
         self.up = Linear(config.d_model, config.d_mlp, bias=False)
         self.down = Linear(config.d_mlp, config.d_model, bias=False)
 
-    def forward(self, x, rope, mask, cache):
-        x = self.norm(x)
-        hidden = F.silu(self.gate(x)) * self.up(x)
-        return self.down(hidden), hidden
+    def forward(self, x, normed, rope, mask, cache):
+        x, gain = (x, self.norm.weight) if normed else (self.norm(x), None)
+        hidden = F.silu(self.gate(x, gain)) * self.up(x, gain)
+        return self.down(hidden), hidden if self.keys == "projected" else None
 
 
 @functools.cache
@@ -501,22 +545,30 @@ class GPT(nn.Module):
     def hidden(self, idx, docs=None, cache=None):
         """idx [B, T] -> what the head reads, [B, T, d]."""
         start = cache.length if cache else 0
-        rope = rotary(self.config, start, idx.shape[1], idx.device)
+        rope = [a.to(torch.promote_types(self.dtype, torch.float32)) for a in rotary(self.config, start, idx.shape[1], idx.device)]
         mask = cache.mask(idx.shape[1], idx.device) if cache else None if docs is None else document_mask(docs)
         stream = self.stream(self.embed(idx).to(self.dtype), self.config, self.router)
         for t, sublayer in enumerate(self.sublayers):
-            stream.write(*sublayer(stream.read(t), rope, mask, cache))
+            stream.write(*sublayer(stream.read(t), stream.normed, rope, mask, cache))
         if cache:
             cache.length += idx.shape[1]
-        return self.norm(stream.read(self.config.M))
+        return self.norm(stream.read(self.config.M), stream.normed)
 
     def forward(self, idx, targets=None, docs=None):
         """Token ids idx [B, T] -> logits [B, T, vocab_size], or with targets [B, T] their mean cross-entropy in nats.
         docs [B, T], the number of each token's document, keeps attention within documents; positions stay as they are."""
-        logits = self.head(self.hidden(idx, docs))
-        if targets is None:
-            return logits
-        return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+        x = self.hidden(idx, docs)
+        return self.head(x) if targets is None else self.loss(x, targets)
+
+    def loss(self, x, targets):
+        return F.cross_entropy(wide(self.head(x)).flatten(0, 1), targets.flatten())
+
+    def compile_parts(self):
+        """torch.compile for the sublayers, one compilation for each of the two kinds whatever the depth, and for the head with
+        its loss. What lies between, the reads, is kernels already."""
+        for sublayer in self.sublayers:
+            sublayer.compile()
+        self.loss = torch.compile(self.loss)
 
     @torch.no_grad()
     def generate(self, idx, n, temperature=1.0, top_k=None, top_p=None, window=None, generator=None):
@@ -583,6 +635,46 @@ def read_config(folder):
         raise ValueError(f"{folder} is no run: cannot read {file} ({e.strerror})")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}")
+
+
+def clip_gradients(parameters, limit):
+    """Scales the gradients so that their norm over all parameters is at most limit, as torch's clip_grad_norm_ does, and returns
+    the norm, in fp32. That one multiplies bf16 gradients by an fp32 factor, which is a slow kernel for each of them."""
+    groups = {}  # one kernel for all tensors of a dtype
+    for p in parameters:
+        if p.grad is not None:
+            groups.setdefault(p.grad.dtype, []).append(p.grad)
+    norm = torch.stack([norm for group in groups.values() for norm in torch._foreach_norm(group, 2, torch.float32)]).norm()
+    factor = (limit / (norm + 1e-6)).clamp(max=1)
+    for dtype, group in groups.items():
+        torch._foreach_mul_(group, factor.to(dtype))
+    return norm
+
+
+def capture(step, *inputs, pool=None):
+    """Records step(*inputs) as a CUDA graph, so that the CPU launches it as one piece, and returns (replay, pool):
+    replay(*inputs) copies new inputs of the same shapes into place, runs the graph and returns step's outputs, tensors that the next
+    replay overwrites. The same holds for gradients that are None when step begins; gradients that exist are added to.
+    step runs once before, to compile; not if a pool is given: that of an earlier graph of much the same step, whose memory is
+    then used in turn."""
+    static = [x.clone() for x in inputs]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    if pool is None:
+        with torch.cuda.stream(side):
+            step(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=side):
+        outputs = step(*static)
+
+    def replay(*inputs):
+        for a, b in zip(static, inputs):
+            a.copy_(b, non_blocking=True)
+        graph.replay()
+        return outputs
+
+    return replay, graph.pool()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

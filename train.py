@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import GPT, GPTConfig, fail, load_run, parse_flags, read_config
+from model import GPT, GPTConfig, capture, clip_gradients, fail, kernels, load_run, parse_flags, read_config
 
 
 @dataclass
@@ -34,7 +34,7 @@ class TrainConfig:
     size: str = "nano"  # a preset of model.py: nano, 100m, 124m, 350m, 1b, lr-0.5b, lr-1b, lr-4b, 8b
     data: str = "stdlib"  # a folder under data/, or a path; made by prepare.py
     out: str | None = None  # the run's folder, which must not exist; unset: the next free out/<route>-<size>
-    resume: str | None = None  # go on with this run; only steps, cadences, micro, device and compile may change
+    resume: str | None = None  # go on with this run; only steps, cadences, micro, device, compile and kernel may change
     seq: int = 128  # tokens in a sequence
     batch: int = 8  # sequences in an optimizer step, over all ranks
     micro: int | None = None  # sequences in one forward on one rank; unset: batch / ranks, no accumulation
@@ -55,7 +55,7 @@ class TrainConfig:
     device: str | None = None  # cuda, cpu or mps; unset: the best there is
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; auto: bfloat16 on CUDA
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the backbone's matrices; everything else stays fp32
-    compile: bool | None = None  # torch.compile the sublayers; unset: on CUDA
+    compile: bool | None = None  # torch.compile the parts, and on a single GPU record a micro batch as a CUDA graph; unset: on CUDA
 
 
 _mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, param_dtype="bfloat16",
@@ -72,7 +72,7 @@ RECIPES = {
     "lr-4b": _lr,
     "8b": dict(_mhar, seq=4096, batch=256, steps=9_500, lr=4e-4, min_lr=4e-6, weight_decay=0.05),
 }
-MAY_CHANGE = {"resume", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile"}  # on --resume
+MAY_CHANGE = {"resume", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel"}  # on --resume
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, for the MFU
 
 
@@ -88,7 +88,7 @@ def configure(flags):
             if name not in MAY_CHANGE and value != old[name]:
                 changeable = ", ".join(sorted(MAY_CHANGE - {"resume"}))
                 fail(f"--{name}={value} does not fit {flags['resume']} ({old[name]}); only these may change: {changeable}")
-        model, c = GPTConfig(**run["model"]), TrainConfig(**run["train"] | mine)
+        model, c = GPTConfig(**run["model"] | model), TrainConfig(**run["train"] | mine)
     else:
         size = flags.get("size", TrainConfig.size)
         model = GPTConfig.from_size(size, **model)
@@ -179,6 +179,7 @@ def train(model_config, c, vocab_given=False):
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if cuda else torch.float32}[c.dtype]
     if cuda and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         fail(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype=float32 --param_dtype=float32")
+    kernels(model_config.kernel, device.type)  # refuses before anything is written
     if "RANK" in os.environ:
         if cuda:
             device = torch.device("cuda", local)
@@ -255,19 +256,46 @@ def train(model_config, c, vocab_given=False):
               f"{world} x {device.type} -> {out}", flush=True)
 
     # -- how: one loop
-    if c.compile or (c.compile is None and cuda):
-        for sublayer in model.sublayers:  # one compilation for each kind of sublayer
-            sublayer.compile()
+    compiled = cuda if c.compile is None else c.compile
+    if compiled:
+        model.compile_parts()
+        if master:
+            print("compiling; the first step takes a while ...", flush=True)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
     stop = []  # signals that asked for an end
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda number, frame: stop.append(number))
 
+    def to_device(rows):
+        return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True) if cuda else torch.from_numpy(rows).to(device)
+
     def loss_of(net, rows):
-        rows = torch.from_numpy(rows)
-        rows = rows.pin_memory().to(device, non_blocking=True) if cuda else rows.to(device)
         x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         return net(x, y, docs=(x == meta["eot"]).cumsum(1) if c.doc_mask else None)
+
+    share = slice(rank * c.batch // world, (rank + 1) * c.batch // world)
+    n_micro = c.batch // world // micro
+
+    def backward(rows, i):
+        """Micro batch i of a step: adds its gradients (the first replaces them), returns its share of the step's loss."""
+        if i == 0:
+            model.zero_grad()
+        with wrapped.no_sync() if world > 1 and i < n_micro - 1 else nullcontext():  # averaged over the ranks once a step
+            loss = loss_of(wrapped, rows) / n_micro
+            loss.backward()
+        return loss.detach()
+
+    graphs = []  # of the first micro batch and of the others
+
+    def micro_step(rows, i):
+        if not (cuda and compiled and world == 1):
+            return backward(rows, i)
+        if not graphs:
+            replay, pool = capture(lambda rows: backward(rows, 0), rows)
+            graphs.append(replay)
+            if n_micro > 1:
+                graphs.append(capture(lambda rows: backward(rows, 1), rows, pool=pool)[0])
+        return graphs[i > 0](rows)
 
     @torch.no_grad()
     def evaluate():
@@ -277,6 +305,7 @@ def train(model_config, c, vocab_given=False):
         total = torch.zeros(2, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
         for i in range(0, len(picks), micro):
             rows = prepare.np.stack([val_data.window(p) for p in picks[i:i + micro]])
+            rows = to_device(rows)
             total += torch.stack([loss_of(model, rows).to(total.dtype) * len(rows), total.new_tensor(len(rows))])
         if world > 1:
             dist.all_reduce(total)
@@ -287,30 +316,27 @@ def train(model_config, c, vocab_given=False):
         write_whole(out / "ckpt.pt", lambda file: torch.save(state, file), keep=out / "ckpt_prev.pt")
 
     started, first = time.time(), step
+    rows = to_device(train_data.batch(step, c.batch, c.seed, share))
     while step < c.steps:
         t0 = time.time()
         lr = learning_rate(step, c)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        rows = train_data.batch(step, c.batch, c.seed, part=slice(rank * c.batch // world, (rank + 1) * c.batch // world))
         total = torch.zeros(2, device=device)  # mean loss, signals
-        for i in range(0, len(rows), micro):
-            last = i + micro >= len(rows)  # gradients are averaged over the ranks once a step
-            with wrapped.no_sync() if world > 1 and not last else nullcontext():
-                loss = loss_of(wrapped, rows[i:i + micro]) * (micro / len(rows))
-                loss.backward()
-            total[0] += loss.detach()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
+        for i, part in enumerate(rows.split(micro)):
+            total[0] += micro_step(part, i)
+        grad_norm = clip_gradients(model.parameters(), c.clip)
         if world > 1:
             total[1] = len(stop)
             dist.all_reduce(total)
             total[0] /= world
-        loss, signals, grad_norm = torch.cat([total, grad_norm.float().view(1)]).tolist()  # the step's one synchronization
+        optimizer.step()
+        if step + 1 < c.steps:
+            rows = to_device(train_data.batch(step + 1, c.batch, c.seed, share))
+        loss, signals, grad_norm = torch.cat([total, grad_norm.view(1)]).tolist()  # the step's one synchronization
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; "
                      f"the run stops, its last checkpoint stays as it was: {out}")
-        optimizer.step()
-        optimizer.zero_grad()
         step += 1
         seconds = time.time() - t0
         signals = signals if world > 1 else len(stop)
