@@ -429,9 +429,9 @@ class Route(torch.autograd.Function):
         if s.tokens:
             route_kernel[(s.tokens,)](v, q, mix, lse, inv_rho, len(v), s.tokens, eps, **s.sizes, **s.rows)
         ctx.stacked, ctx.dtype = stacked, query.dtype
-        out = mix.to(v.dtype)
-        ctx.save_for_backward(q, out, lse, inv_rho, *sources)  # sources are kept, not their stack: they live anyway
-        return out
+        # The sources are kept, not their stack: they live anyway. The mix in fp32: <g, mix> of a rounded one would cost dquery three digits.
+        ctx.save_for_backward(q, mix, lse, inv_rho, *sources)
+        return mix.to(v.dtype, copy=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -453,6 +453,8 @@ def route(sources, query, *, norm="full", eps=1e-6):
     sources: list of n tensors [..., d], or one tensor [n, ..., d];  query: [H, R], the key gain already multiplied in.
     Returns mix [..., d] in the sources' dtype. Raises ValueError if the shapes do not fit."""
     stacked = isinstance(sources, torch.Tensor)
+    if query.dim() != 2 or not len(sources) or (not stacked and any(v.shape != sources[0].shape for v in sources)):
+        raise ValueError("route() takes a query [H, R] and one or more sources of one shape")
     check(sources[0], query, norm)
     return Route.apply(query, norm, eps, stacked, *([sources] if stacked else sources))
 
@@ -561,11 +563,12 @@ class Read(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, _):
         slots, t = ctx.slots, ctx.t
-        if slots.top is not None and t != slots.next:
+        task = torch._C._current_graph_task_id()  # one call of backward()
+        if slots.top is not None and (t, task) != slots.next:
             raise RuntimeError("a Bank's backward can run only once: it overwrites the mixes with their gradients")
         grad = slots.bank.new_zeros(ctx.size) if grad is None else grad.contiguous()  # None: an output that nothing uses
         dy = slots.pull(t, grad)
-        slots.next = t - 1
+        slots.next = t - 1, task
         dquery = slots.dq.sum(0).to(ctx.query) if ctx.query is not None else None
         return grad.new_empty(0), dy.view(ctx.size), dquery, None, None
 
@@ -588,7 +591,9 @@ class Bank:
 
     @torch.compiler.disable
     def __init__(self, x, query, ends, *, norm="full", eps=1e-6, prenorm=False):
-        self.slots = Slots(x, query, ends, norm, eps, prenorm)
+        if query.dim() != 3:
+            raise ValueError(f"query must be [M+1, H, R], not {list(query.shape)}")
+        self.slots, self.shape = Slots(x, query, ends, norm, eps, prenorm), x.shape
         self.query, self.pending, self.order = query, x, torch.empty(0, device=x.device)
 
     @torch.compiler.disable
@@ -603,4 +608,6 @@ class Bank:
     def write(self, y):
         if self.pending is not None or self.slots.reads >= self.slots.sites:
             raise ValueError("write() follows read(t), and the last site is only read")
+        if y.shape != self.shape:
+            raise ValueError(f"y must be {list(self.shape)} as x is, not {list(y.shape)}")
         self.pending = y.to(self.slots.bank.dtype)

@@ -1,8 +1,8 @@
 """Tests: python -m pytest -q
 
 First the model, against a small GPT in NumPy float64, written from the papers' formulas (README.md has them) with loops
-over tokens, heads and sources; nothing in it is fast and nothing is shared with model.py but the parameters' names.
-Then data and training, as commands that a person types.
+over tokens, heads and sources; nothing in it is fast and nothing is shared with model.py but the parameters' names. The fused
+kernels against reads in float64: in Triton's interpreter, or on a GPU, where more is tried. Then data and training, as commands that a person types.
 """
 import gzip
 import hashlib
@@ -24,6 +24,10 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernel.py then runs on CPU tensors
 
 import model
 import prepare
@@ -617,6 +621,506 @@ def test_cuda_equals_cpu(name):
     for _ in range(40):
         full = torch.cat([full, m(full)[:, -1:].argmax(-1)], 1)
     assert torch.equal(ids, full)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The fused kernels, against a read in float64 written from the definition. On the CPU they run in Triton's interpreter, in
+# fp32 only (it gets products in bf16 wrong); on a GPU the same cases run compiled, and more.
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """kernel.py, with groups of sites so short that a chain of 8 has several."""
+    pytest.importorskip("triton")
+    import kernel
+    monkeypatch.setattr(kernel, "CHUNK", 2)
+    return kernel
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE)
+
+
+def naive_read(sources, query, norm="full", eps=1e-6):
+    """naive_route for tensors [..., d], which have gradients."""
+    heads = []
+    for h, q in enumerate(query):
+        values = [v.chunk(len(query), -1)[h] for v in sources]
+        keys = [v[..., v.shape[-1] - len(q):] for v in values]
+        rho = [((v if norm == "full" else key).square().mean(-1) + eps).sqrt() for v, key in zip(sources, keys)]
+        z = torch.stack([(q * key).sum(-1) / r for key, r in zip(keys, rho)])
+        w = (z - z.detach().amax(0)).exp()
+        heads.append(sum((a / w.sum(0)).unsqueeze(-1) * v for a, v in zip(w, values)))
+    return torch.cat(heads, -1)
+
+
+def naive_reads(x, query, ends, *, norm, eps, prenorm=False):
+    """A chain's read(t) and write(y): site t reads x and the sum of each block of the outputs so far."""
+    blocks = [[x], []]
+
+    def read(t):
+        mix = naive_read([sum(block) for block in blocks if block], query[t], norm, eps)
+        return mix / (mix.square().mean(-1, keepdim=True) + eps).sqrt() if prenorm else mix
+
+    def write(y):
+        blocks[-1].append(y)
+        if sum(map(len, blocks)) - 1 in ends:
+            blocks.append([])
+    return read, write
+
+
+def bank_reads(kernel):
+    def reads(*args, **options):
+        bank = kernel.Bank(*args, **options)
+        return bank.read, bank.write
+    return reads
+
+
+def stateless_reads(route):
+    """The same from one route(sources, query) for each site."""
+    def reads(x, query, ends, *, prenorm=False, **options):
+        slots, written = [x], []
+
+        def read(t):
+            mix = route(slots, query[t], **options)
+            return F.rms_norm(mix, mix.shape[-1:], eps=options["eps"]) if prenorm else mix
+
+        def write(y):
+            slots.append(slots.pop() + y if written and len(written) not in ends else y)
+            written.append(y)
+        return read, write
+    return reads
+
+
+def run_chain(reads, dtype=torch.float32, *, stored=torch.float32, M=6, lead=(2,), d=96, H=3, R=7, ends=None, norm="full", prenorm=False,
+              used=None, cut=(), frozen=(), wrap=lambda f: f, eps=0.1):
+    """{name: value} of all reads of a chain with linear sublayers y = mix a + b, and of the gradients of the used ones.
+
+    ends: None for full routing. used: the sites that the loss sees (None: all), cut: the sublayers that ignore their input,
+    frozen: leaves without gradient, wrap: around a sublayer. Inputs are values that `stored` can hold."""
+    leaf = {"x": draw(*lead, 2 * d, seed=1), "query": draw(R, M + 1, H, seed=2, scale=1.5 / R ** 0.5)}
+    leaf |= {f"a{t}": draw(d, seed=100 + t, scale=0.7) for t in range(M)} | {f"b{t}": draw(*lead, d, seed=200 + t, scale=0.7) for t in range(M)}
+    wide = torch.promote_types(dtype, torch.float32)
+    leaf = {n: x.to(wide) if n == "query" else x.to(stored).to(dtype) for n, x in leaf.items()}
+    for n, x in leaf.items():
+        x.requires_grad_(n not in frozen)
+    read, write = reads(leaf["x"][..., ::2], leaf["query"].permute(1, 2, 0), range(1, M + 1) if ends is None else ends,
+                        norm=norm, eps=eps, prenorm=prenorm)
+    mixes = []
+    for t in range(M + 1):
+        mixes.append(read(t))
+        if t < M:
+            sublayer = wrap(lambda mix, a, b: torch.stack((mix * a + b, b), -1)[..., 0])  # strided
+            write(leaf[f"b{t}"] if t in cut else sublayer(mixes[-1], leaf[f"a{t}"], leaf[f"b{t}"]))
+    out = {f"read {t}": mix.detach().clone() for t, mix in enumerate(mixes)}  # backward takes the memory of a Bank's mixes
+    cotangents = [draw(*lead, d, seed=400 + t).to(stored).to(dtype) for t in range(M)] + [torch.ones((), dtype=dtype, device=DEVICE).expand(*lead, d)]
+    torch.autograd.backward(*zip(*[(mixes[t], cotangents[t]) for t in (range(M + 1) if used is None else used) if mixes[t].requires_grad]))
+    return out | {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaf.items()}
+
+
+def error(a, b):
+    """The largest difference over the largest entry of b."""
+    assert a.shape == b.shape
+    if not b.numel():
+        return 0.0
+    largest = b.abs().max().item()
+    return (a.double() - b.double()).abs().max().item() / (largest if largest > 1e-9 else 1.0)
+
+
+def assert_exact(fused, truth, tol=2.5e-6):
+    assert fused.keys() == truth.keys()
+    errors = {name: error(fused[name], truth[name]) for name in truth}
+    assert all(e <= tol for e in errors.values()), {name: e for name, e in errors.items() if not e <= tol}
+
+
+def compare_chain(kernel, **case):
+    assert_exact(run_chain(bank_reads(kernel), **case), run_chain(naive_reads, torch.float64, **case))
+
+
+FUSED_READS = [  # n, leading dimensions, d, H, R, norm
+    (1, (3,), 80, 1, 80, "full"), (3, (1,), 96, 3, 32, "full"), (5, (5,), 96, 8, 12, "slice"), (3, (2,), 513, 1, 513, "full"),
+    (4, (2,), 513, 3, 7, "slice"), (40, (2,), 80, 1, 20, "slice"), (3, (2, 3), 96, 3, 7, "full"), (2, (1, 1), 96, 8, 3, "full"),
+    (3, (0,), 96, 3, 7, "full"), *([(100, (200,), 1280, 8, 160, "full"), (9, (300,), 4096, 8, 512, "full")] if GPU else [])]
+
+
+@pytest.mark.parametrize("form", ["list", "tensor", "repeated"])
+@pytest.mark.parametrize("n, lead, d, H, R, norm", FUSED_READS)
+def test_fused_read(kernel, n, lead, d, H, R, norm, form):
+    results = []
+    for dtype, read in ((torch.float32, kernel.route), (torch.float64, naive_read)):
+        base = draw(n, *lead, 2 * d).to(dtype).requires_grad_()
+        query = draw(R, H, seed=1, scale=2 / R ** 0.5).to(dtype).requires_grad_()
+        v = base[..., ::2]
+        out = read({"list": list(v), "tensor": v, "repeated": [v[0], *v, v[0], 0 * v[0]]}[form], query.T, norm=norm, eps=0.1)
+        out.backward(draw(*lead, d, 2, seed=5).to(dtype)[..., 0])
+        results.append({"mix": out.detach(), "sources": base.grad, "query": query.grad})
+    assert results[0]["mix"].dtype == torch.float32
+    assert_exact(*results)
+
+
+def test_fused_defaults(kernel):
+    """norm="full", eps=1e-6; here the sources are small enough to tell."""
+    small, query = draw(3, 2, 96, scale=1e-3), draw(3, 3, 7, seed=1)
+    bank = kernel.Bank(small[0], query, [1, 2])
+    bank.read(0), bank.write(small[1]), bank.read(1), bank.write(small[2])
+    truth = naive_read(small.double(), query[2].double(), "full", 1e-6)
+    assert error(kernel.route(small, query[2]), truth) <= 2.5e-6 and error(bank.read(2), truth) <= 2.5e-6
+
+
+def test_fused_large_logits(kernel):
+    """Logits far beyond what exp can hold."""
+    query = draw(4, 3, 32, seed=1, scale=100).double()
+    x, ys = draw(2, 96), list(draw(3, 2, 96, seed=2))
+    bank = kernel.Bank(x, query.float(), [1, 2, 3])
+    for t in range(4):
+        truth = naive_read([v.double() for v in [x, *ys][:t + 1]], query[t])
+        assert error(bank.read(t), truth) < 1e-3 and error(kernel.route([x, *ys][:t + 1], query[t].float()), truth) < 1e-3
+        if t < 3:
+            bank.write(ys[t])
+
+
+CHAINS = {  # the last column: the least number of sites that read older slots together
+    "full": (dict(M=7, d=80, H=1, R=80, prenorm=True), 2),
+    "full-lr": (dict(M=7, d=80, H=1, R=20, norm="slice", lead=(1, 3)), 3),
+    "full-narrow": (dict(M=6, d=96, H=8, R=7, prenorm=True), 2),
+    "full-multihead": (dict(M=6, d=96, H=3, R=32, norm="slice", lead=(1,)), 1),
+    "full-513": (dict(M=4, d=513, H=3, R=171, lead=(1,)), 1),
+    "full-513-lr": (dict(M=4, d=513, H=3, R=7, norm="slice", prenorm=True), 1),
+    "full-513-wide": (dict(M=3, d=513, H=1, R=513, lead=(1,)), 1),
+    "blocks": (dict(M=7, d=96, H=8, R=3, ends=[2, 4, 5, 7]), 2),  # N = 4 of M = 7
+    "blocks-lr": (dict(M=7, d=96, H=1, R=7, norm="slice", ends=[3, 5, 7], prenorm=True), 1),
+    "blocks-open": (dict(M=6, d=96, H=3, R=7, norm="slice", ends=[1, 2, 4]), 1),  # the last block never ends
+    "one-block": (dict(M=4, d=96, H=3, R=7, ends=[4]), 2),
+    "many-tokens": (dict(M=1, d=32, H=2, R=5, lead=(67,), prenorm=True), 1),
+    "40-slots": (dict(M=39, d=40, H=2, R=16, lead=(1,), ends=[*range(1, 20), *range(30, 40)]), 8),  # a group of 14 sites
+    "no-tokens": (dict(M=3, lead=(0, 2)), 1),
+    "no-sublayer": (dict(M=0), 2),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_fused_chain(kernel, monkeypatch, name):
+    case, chunk = CHAINS[name]
+    monkeypatch.setattr(kernel, "CHUNK", chunk)
+    compare_chain(kernel, **case)
+
+
+@pytest.mark.parametrize("part", [
+    dict(used=[6]), dict(used=[0]), dict(used=[3]), dict(used=[2, 5], cut=[1, 3, 4]), dict(used=[6], cut=[0, 1, 2, 3, 4, 5]),
+    dict(used=[5], ends=[3, 6]), dict(used=[1, 4], ends=[3, 6], cut=[1, 2], prenorm=True), dict(frozen=["x"]), dict(frozen=["query"]),
+    dict(frozen=["x", "query"], prenorm=True), dict(frozen=["x", "query", *"a0 b0 a1 b1 a2".split()]),
+    dict(frozen=[*"a0 a1 a2 a3 a4 a5 b0 b1 b2 b3 b4 b5".split(), "x"]),
+], ids=str)
+def test_fused_parts_of_a_graph(kernel, part):
+    """Sites that the loss does not depend on, in the middle and at the end; leaves that need no gradient."""
+    compare_chain(kernel, lead=(1,), **part)
+
+
+@pytest.mark.parametrize("frozen", ["x", "query"])
+def test_fused_read_with_one_gradient(kernel, frozen):
+    grads = []
+    for dtype, read in ((torch.float32, kernel.route), (torch.float64, naive_read)):
+        leaf = {"x": draw(3, 2, 96).to(dtype), "query": draw(3, 7, seed=1).to(dtype)}
+        for name, x in leaf.items():
+            x.requires_grad_(name != frozen)
+        read(leaf["x"], leaf["query"]).sum().backward()
+        assert leaf[frozen].grad is None
+        grads.append({name: x.grad for name, x in leaf.items() if name != frozen})
+    assert_exact(*grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("what", ["sublayers", "reads"])
+def test_fused_checkpointing(kernel, what, reentrant):
+    """Around the sublayers between a Bank's reads, and around stateless reads."""
+    checkpoint = lambda f: lambda *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=reentrant)
+    case = dict(lead=(1,), M=4, ends=[2, 4])
+    truth = run_chain(naive_reads, torch.float64, **case)
+    if what == "reads":
+        read = lambda slots, query, **options: checkpoint(lambda query, *slots: kernel.route(slots, query, **options))(query, *slots)
+        assert_exact(run_chain(stateless_reads(read), **case), truth)
+    else:
+        assert_exact(run_chain(bank_reads(kernel), wrap=checkpoint, **case), truth)
+
+
+def test_fused_forwards_before_one_backward(kernel):
+    """Two chains that take turns, and a third without gradients that must read the same bits as the first."""
+    def three(reads):
+        def start(x, *args, **options):
+            (read1, write1), (read2, write2), (read3, write3) = (reads(y, *args, **options) for y in (x, x.flip(-1), x.detach()))
+
+            def read(t):
+                with torch.no_grad():
+                    quiet = read3(t)
+                mix = read1(t)
+                assert torch.equal(quiet, mix) and mix.requires_grad and not quiet.requires_grad
+                return mix + 2 * read2(t)
+
+            def write(y):
+                write1(y.double()), write2(y.flip(-1))
+                with torch.no_grad():
+                    write3(y)
+            return read, write
+        return start
+
+    assert_exact(run_chain(three(bank_reads(kernel)), M=4, ends=[1, 2, 4]), run_chain(three(naive_reads), torch.float64, M=4, ends=[1, 2, 4]))
+
+
+def simple_chain(reads, dtype=torch.float32, M=3, **leaf):
+    """(all reads, leaves) of a chain y = mix a."""
+    leaf = {"x": draw(2, 96), "query": draw(M + 1, 3, 7, seed=1, scale=0.5), "a": draw(M, 96, seed=2)} | leaf
+    leaf = {name: x.to(dtype).requires_grad_() for name, x in leaf.items()}
+    read, write = reads(leaf["x"], leaf["query"], range(1, M + 1), norm="full", eps=0.1)
+    mixes = [read(0)]
+    for t in range(M):
+        write(mixes[-1] * leaf["a"][t])
+        mixes.append(read(t + 1))
+    return mixes, leaf
+
+
+def test_fused_microbatches_accumulate(kernel):
+    x, g, shared = draw(4, 96), draw(4, 96, seed=5), {}
+    mixes, truth = simple_chain(naive_reads, torch.float64, x=x)
+    mixes[-1].backward(g.double())
+    for half, g in zip(x.chunk(2), g.chunk(2)):
+        mixes, leaf = simple_chain(bank_reads(kernel), x=half, **shared)
+        mixes[-1].backward(g)
+        shared = {name: leaf[name] for name in ("query", "a")}
+    assert_exact({name: x.grad for name, x in shared.items()}, {name: truth[name].grad for name in shared})
+
+
+def test_fused_backward_runs_once(kernel):
+    mixes, _ = simple_chain(bank_reads(kernel))
+    mixes[3].sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="once"):
+        mixes[3].sum().backward()
+    mixes, _ = simple_chain(bank_reads(kernel))
+    torch.autograd.grad(mixes[3].sum(), mixes[2], retain_graph=True)  # a part only; then another loss from there on
+    with pytest.raises(RuntimeError, match="once"):
+        mixes[2].sum().backward()
+
+
+def test_fused_read_runs_backward_twice(kernel):
+    x, query = draw(3, 2, 96).requires_grad_(), draw(3, 7, seed=1).requires_grad_()
+    out = kernel.route(x, query).square().sum()
+    first, second = (torch.autograd.grad(out, (x, query), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(first, second))
+
+
+def test_fused_has_no_second_derivative(kernel):
+    mixes, leaf = simple_chain(bank_reads(kernel))
+    for out in (mixes[3], kernel.route([leaf["x"], 2 * leaf["x"]], leaf["query"][0])):
+        grad, = torch.autograd.grad(out.square().sum(), leaf["x"], create_graph=True)
+        with pytest.raises(RuntimeError, match="twice"):
+            grad.sum().backward()
+
+
+def test_fused_compiled(kernel):
+    """Compiled code around the kernels, which are no part of its graphs."""
+    compiled = lambda f: torch.compile(f, backend="inductor" if GPU else "aot_eager")
+    truth = run_chain(naive_reads, torch.float64, M=3, prenorm=True)
+    assert_exact(run_chain(bank_reads(kernel), wrap=compiled, M=3, prenorm=True), truth)
+    x, query = draw(3, 2, 96), draw(3, 7, seed=1)
+    read = compiled(lambda x, query: 2 * kernel.route(x + 1, query))(x, query)
+    assert error(read, 2 * naive_read(x.double() + 1, query.double())) <= 2.5e-6
+
+
+@pytest.mark.parametrize("arguments", [
+    "[x, x], q[0, :, :0]", "[x, x], draw(5, 7)", "[x, x], draw(3, 33)", "[x], q[0, 0]", "[x], q", "[], q[0]", "[x, x[:1]], q[0]",
+    "[x, x[0]], q[0]", "[x], q[0], norm='rms'", "[x.double()], q[0]", "[x.int()], q[0]",
+])
+def test_fused_read_refuses(kernel, arguments):
+    x, q = draw(2, 96), draw(4, 3, 7)
+    with pytest.raises(ValueError):
+        eval(f"kernel.route({arguments})")
+
+
+@pytest.mark.parametrize("calls", [
+    "Bank(x.double(), q, [3])", "Bank(x, q, [3], norm='rms')", "Bank(x, q, [0, 3])", "Bank(x, q, [4])", "Bank(x, q[0], [3])",
+    "Bank(x, q[..., :0], [3])", "Bank(x[..., 1:], q, [3])", "Bank(x, q[:, None], [3])", "write(x)", "read(1)", "read(-1)",
+    "read(0) read(0)", "read(0) read(1)", "read(0) write(x) write(x)", "read(0) write(x) read(2)", "read(0) write(x[:1])", "read(0) write(x.T)", "read(0) write(x[0])",
+    "read(0) write(x) read(1) write(x) read(2) write(x) read(3) write(x)", "read(0) write(x) read(1) write(x) read(2) write(x) read(3) read(4)",
+])
+def test_fused_bank_refuses(kernel, calls):
+    """The last call; those before it are as they should be."""
+    x, q = draw(2, 96), draw(4, 3, 7)
+    bank = kernel.Bank(x, q, [1, 3])
+    *before, last = [f"kernel.{calls}"] if calls.startswith("Bank") else ["bank." + call for call in re.split(r"(?<=\)) ", calls)]
+    for call in before:
+        eval(call)
+    with pytest.raises(ValueError):
+        eval(last)
+
+
+def run_model(name, dtype, kernel, device=DEVICE):
+    """A small GPT, its loss and all gradients."""
+    net = build(dtype=torch.float32, noise=0.2, kernel=kernel, d_model=48, **ROUTES[name]).to(device, dtype)
+    net.dtype = dtype
+    loss = net(tokens(length=5).to(device), tokens(2, length=5).to(device))
+    loss.backward()
+    return net, {"loss": loss.detach().cpu()} | {n: p.grad.cpu() for n, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [name for name, flags in ROUTES.items() if flags["route"] in model.DEPTH_ROUTES and "keys" not in flags])
+def test_fused_model(kernel, name):
+    """Every route that has kernels is as close to float64 as plain PyTorch: 1.5 times its error, up to the luck of a tensor."""
+    net, truth = run_model(name, torch.float64, "torch", "cpu")
+    logits = torch.tensor(naive_gpt(net.config, net.state_dict(), tokens(length=5)[0].tolist()))
+    assert truth["loss"].item() == pytest.approx(F.cross_entropy(logits, tokens(2, length=5)[0]).item(), rel=1e-9)
+    fused, plain = (run_model(name, torch.float32, kernel)[1] for kernel in ("triton", "torch"))
+    assert not all(torch.equal(fused[n], plain[n]) for n in truth)  # the kernels ran
+    ours, theirs = ([error(x[n], truth[n]) for n in truth] for x in (fused, plain))
+    assert np.mean(ours) <= max(1.5 * np.mean(theirs), 2.5e-6) and max(ours) <= max(3 * max(theirs), 2.5e-6)
+
+
+# On a GPU only: sizes, bf16, bits, memory, CUDA graphs.
+
+
+def blocks(M, N):
+    return [-(-M * j // N) for j in range(1, N + 1)]
+
+
+@gpu
+@pytest.mark.parametrize("case", [
+    dict(M=24, lead=(33,), d=513, H=1, R=513), dict(M=40, lead=(17,), norm="slice"), dict(M=72, lead=(5,), norm="slice"),
+    dict(M=40, lead=(17,), d=1280, H=8, R=160, prenorm=True), dict(M=48, lead=(33,), d=1536, H=1, R=384, norm="slice", ends=blocks(48, 8)),
+    dict(M=24, lead=(65,), d=512, H=4, R=128), dict(M=12, lead=(1027,), d=512, H=4, R=128),
+    dict(M=48, lead=(33,), d=512, H=4, R=128, ends=blocks(48, 4)), dict(M=26, lead=(9,), d=4096, H=8, R=512, ends=blocks(26, 8))], ids=str)
+def test_fused_long_chain(case):
+    """As good as plain fp32, whose rounding adds up too."""
+    import kernel
+    fused, plain, truth = (run_chain(reads, dtype, **case) for reads, dtype in (
+        (bank_reads(kernel), torch.float32), (naive_reads, torch.float32), (naive_reads, torch.float64)))
+    assert_exact(fused, truth, max(2.5e-6, 2 * max(error(plain[name], truth[name]) for name in truth)))
+
+
+def near(a, b):
+    return ((a - b).abs() <= 0.05 + 0.05 * b.abs()).all()
+
+
+@gpu
+@pytest.mark.parametrize("case", [
+    dict(M=24, d=512, H=4, R=128), dict(M=24, d=512, H=4, R=32, norm="slice", prenorm=True), dict(M=40, d=1280, H=8, R=160),
+    dict(M=24, d=1024, H=1, R=1024), dict(M=24, d=1536, H=1, R=384, norm="slice", ends=blocks(24, 8))], ids=str)
+def test_fused_bf16_chain(case):
+    """No further from the truth than plain PyTorch in bf16, and the same bits twice."""
+    import kernel
+    case |= dict(lead=(2, 64), stored=torch.bfloat16)
+    fused, again, plain, truth = (run_chain(reads, dtype, **case) for reads, dtype in (
+        (bank_reads(kernel), torch.bfloat16), (bank_reads(kernel), torch.bfloat16),
+        (stateless_reads(lambda *args, **options: route(*args, **options)[0]), torch.bfloat16), (naive_reads, torch.float64)))
+    assert all(torch.equal(fused[name], again[name]) for name in truth)
+    far = lambda x, name: max(((x[name] - truth[name]).norm() / truth[name].norm()).item(), 1e-9)
+    assert np.mean([math.log(far(fused, name) / far(plain, name)) for name in truth]) <= 0
+    assert all(near(fused[name], truth[name]) for name in truth if "read" in name)
+
+
+@gpu
+@pytest.mark.parametrize("n, d, H, R, norm", [(100, 1280, 8, 160, "full"), (9, 4096, 8, 512, "full"), (9, 1536, 1, 384, "slice")])
+def test_fused_bf16_read(n, d, H, R, norm):
+    import kernel
+    results = []
+    for dtype, read in ((torch.bfloat16, kernel.route), (torch.float64, naive_read)):
+        v = draw(n, 50, d).bfloat16().to(dtype).requires_grad_()
+        query = draw(H, R, seed=1, scale=2 / R ** 0.5).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        out = read(v, query, norm=norm, eps=0.1)
+        results.append((out, *torch.autograd.grad(out, (v, query), draw(50, d, seed=5).bfloat16().to(dtype))))
+    assert results[0][0].dtype == torch.bfloat16
+    (mix, dv, dq), truth = results
+    assert near(mix, truth[0]) and near(dv, truth[1]) and (dq - truth[2]).norm() <= 0.01 * truth[2].norm()
+
+
+@gpu
+@pytest.mark.skipif(GPU and torch.cuda.mem_get_info()[1] < 60e9, reason="needs 60 GB")
+def test_fused_beyond_32_bits():
+    """More than 2^31 numbers: the last tokens come out as they do alone."""
+    import kernel
+    x, a, query = torch.randn(280_000, 2048, device=DEVICE, dtype=torch.bfloat16), draw(2048).bfloat16(), draw(5, 8, 256, scale=0.1)
+    results = []
+    for x in (x, x[-5:].clone()):
+        x = x.requires_grad_()
+        bank = kernel.Bank(x, query, range(1, 5))
+        for t in range(4):
+            bank.write(bank.read(t) * a)
+        out = bank.read(4)
+        dx, = torch.autograd.grad(out[-5:].float().sum(), x)
+        read = kernel.route(torch.stack([x * (1 + i / 8) for i in range(5)]), query[0])
+        ds, = torch.autograd.grad(read[-5:].float().sum(), x)
+        results.append([y[-5:].clone() for y in (out, dx, read, ds)])
+    assert all(error(a, b) <= 0.01 for a, b in zip(*results))
+
+
+@gpu
+def test_fused_memory():
+    """Two tensors [M + 1, tokens, d] and little else; all of it is free again without the garbage collector."""
+    import kernel
+    x, query = draw(4096, 512).bfloat16().requires_grad_(), draw(97, 4, 128).requires_grad_()
+
+    def step():
+        bank = kernel.Bank(x, query, range(1, 97))
+        for t in range(96):
+            bank.write(bank.read(t) * 0.5)
+        torch.autograd.grad(bank.read(96).sum(), (x, query))
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    assert torch.cuda.max_memory_allocated() - before <= 1.2 * 2 * 97 * x.nbytes
+    assert torch.cuda.memory_allocated() - before <= x.nbytes
+
+
+@gpu
+def test_fused_cuda_graph():
+    """A replay with other inputs gives the bits that eager gives."""
+    import kernel
+    x, query = draw(64, 512).bfloat16().requires_grad_(), draw(17, 4, 128, scale=0.1).requires_grad_()
+
+    def step():
+        bank, sources = kernel.Bank(x, query, blocks(16, 11)), [x]
+        for t in range(16):
+            sources.append(bank.read(t) * 0.5)
+            bank.write(sources[-1])
+        out = bank.read(16).float().square().sum() + kernel.route(sources, query[3]).float().sum()
+        return out, *torch.autograd.grad(out, (x, query))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step()
+    for seed in (3, 4):
+        with torch.no_grad():
+            x.copy_(draw(64, 512, seed=seed)), query.copy_(draw(17, 4, 128, seed=seed, scale=0.3))
+        graph.replay()
+        replayed = [y.clone() for y in static]
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(replayed, step()))
+
+
+def test_clip_gradients():
+    params = [torch.nn.Parameter(torch.zeros(5, 3)), torch.nn.Parameter(torch.zeros(7, dtype=torch.bfloat16)), torch.nn.Parameter(torch.zeros(2))]
+    for scale in (0.01, 3.0):
+        grads = [torch.randn(p.shape).mul(scale).to(p.dtype) for p in params[:2]]
+        for p, g in zip(params, grads):
+            p.grad = g.clone()
+        norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+        assert math.isclose(model.clip_gradients(params, 1.0).item(), norm, rel_tol=1e-6)
+        for p, g, tol in zip(params, grads, (1e-6, 2 ** -7)):
+            assert torch.allclose(p.grad.double(), g.double() * min(1, 1 / norm), rtol=tol, atol=0)
+
+
+def test_kernels_are_refused_where_they_cannot_run():
+    assert model.kernels("torch", "cuda") is None and model.kernels("auto", "cpu") is None
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "train.py", "--kernel=triton", "--device=cpu"]
+    done = subprocess.run(command, env=environment, cwd=Path(model.__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: kernel=triton needs CUDA") and done.stderr.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
