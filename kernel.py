@@ -13,7 +13,8 @@ Two ways in:
     Bank(x, query, ends)      all reads of one forward pass, for training: mix = bank.read(t), bank.write(y)
 
 Two ideas make a Bank fast.  *Chunks*: queries do not depend on the input, so a group of about 8 sites reads all older
-slots together, on tensor cores (ahead_kernel), and each site then adds only the slots written since (read_kernel).
+slots together, on tensor cores (ahead_kernel), and each site then adds only the slots written since (read_kernel);
+heads too wide for that share the slots between two sites.
 *Pull*: a slot's gradient needs the output gradients g_t of the sites that read it, and backward has them all when it
 reaches the sublayer that wrote the slot. So a site's backward only keeps g_t (where its mix was) and
 D[t,h] = <g_t[h], mix(t)[h]>, and a slot then gathers, for the group (pull_ahead_kernel) and for itself (pull_kernel):
@@ -37,7 +38,7 @@ CHUNK = 8  # sites that read the older slots together; also the shortest side of
 # ----------------------------------------------------------------------------------------------------------------------
 # Small pieces that the kernels share. A token's d coordinates are a tile [HP, KP]: H heads of K coordinates, both padded
 # to powers of two. A head's key is its last R coordinates; queries are padded with zeros to all K, so products over K are
-# products over the key.
+# products over the key. Sizes are constants of the compiler where that pays: masks and padded parts vanish then.
 
 
 @triton.jit
@@ -64,13 +65,31 @@ def norm_correction(v, c, inv_rho, is_key, d, R, FULL: tl.constexpr):  # the ter
         return tl.where(is_key, v * (c * inv_rho * inv_rho / R)[:, None], 0.0)
 
 
+# Sums of several tensors in one tl.reduce: a head that several warps share costs one exchange between them, not one a sum.
+
+
+@triton.jit
+def add2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def add3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def add4(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The stateless read: one program a token, all sources in one pass, online softmax. Backward pushes: one pass that reads
 # every source once more and writes its gradient. A program takes several tokens there and sums its own dquery.
 
 
 @triton.jit
-def route_kernel(source, query, mix, lse, inv_rho, n, tokens, eps, d, H, K, R,
+def route_kernel(source, query, mix, lse, inv_rho, n, tokens, eps, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
                  FULL: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
     #  m' = max(m, z)      l = l e^(m - m') + e^(z - m')      acc = acc e^(m - m') + e^(z - m') v      mix = acc / l
     token = tl.program_id(0).to(tl.int64)
@@ -91,7 +110,8 @@ def route_kernel(source, query, mix, lse, inv_rho, n, tokens, eps, d, H, K, R,
 
 
 @triton.jit
-def route_backward_kernel(source, query, mix, lse, inv_rho, grad, dsource, dquery, n, tokens, d, H, K, R,
+def route_backward_kernel(source, query, mix, lse, inv_rho, grad, dsource, dquery, n, tokens,
+                          d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
                           FULL: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
     #  w = e^(z - lse)      dz = w (<g, v_i> - <g, mix>)      dv_i = w g + dz q / rho - v_i dz z / (width rho^2)
     cols, inside, qcols, is_key = head_tile(H, K, R, HP, KP)
@@ -121,90 +141,109 @@ def route_backward_kernel(source, query, mix, lse, inv_rho, grad, dsource, dquer
 # that later sites see: 0 and the block ends.
 
 
-# A head's K coordinates are taken as K1 + K2, a large and a small power of two (160 = 128 + 32), to waste less on padding.
-# Products that sum over the K coordinates are sums of two; K2 = 0 leaves the second out.
+# In the tiles for tensor cores a head's K coordinates are S slices, one a warp, of W1 + W2 coordinates, powers of two: 160 =
+# 1 x (128 + 32), 1024 = 4 x 256. So little is padding, and a warp multiplies only what it owns: a product that sums over K is a
+# batch of S products, summed; W2 = 0 leaves the second part out.
 
 
 @triton.jit
-def query_tile(query, t, seen, k, h, H, K, R):  # [len(t), len(k)], zero outside the key
-    return tl.load(query + (t[:, None] * H + h) * R + k[None, :] - (K - R), seen[:, None] & ((k >= K - R) & (k < K))[None, :], 0.0)
+def slices(first, S: tl.constexpr, W: tl.constexpr):  # [S, W] coordinates
+    return first + tl.arange(0, S)[:, None] * W + tl.arange(0, W)[None, :]
 
 
 @triton.jit
-def head_rows(base, row, seen, k, h, d, K):  # rows of bank or mix [len(row), len(k)]
-    return tl.load(base + row[:, None] * d + h * K + k[None, :], seen[:, None] & (k < K)[None, :], 0.0)
+def query_rows(query, t, seen, k, h, H, K, R):  # [S, len(t), W], zero outside the key
+    inside = ((k >= K - R) & (k < K))[:, None, :] & seen[None, :, None]
+    return tl.load(query + (t[None, :, None] * H + h) * R + k[:, None, :] - (K - R), inside, 0.0)
 
 
 @triton.jit
-def store_columns(base, row, seen, k, h, d, K, value):  # value [len(k), len(row)]
-    tl.store(base + row[None, :] * d + h * K + k[:, None], value, seen[None, :] & (k < K)[:, None])
+def head_rows(base, row, seen, k, h, d, K):  # rows of bank or mix [S, len(row), W]
+    return tl.load(base + row[None, :, None] * d + h * K + k[:, None, :], (k < K)[:, None, :] & seen[None, :, None], 0.0)
+
+
+@triton.jit
+def store_rows(base, row, seen, k, h, d, K, value):  # value [S, W, len(row)]
+    tl.store(base + row[None, None, :] * d + h * K + k[:, :, None], value, (k < K)[:, :, None] & seen[None, None, :])
+
+
+@triton.jit
+def columns_of(rows):  # [S, n, W] -> [S, W, n]
+    return tl.permute(rows, (0, 2, 1))
+
+
+@triton.jit
+def dot(a, b, acc):  # fp32 stays fp32
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["site", "count", "n"])
-def ahead_kernel(bank, inv_rho, q_hi, q_lo, mix, lse, finished, site, count, n, tokens, d, H, K, R,
-                 SPLIT: tl.constexpr, C: tl.constexpr, N: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, TOKENS: tl.constexpr):
+def ahead_kernel(bank, inv_rho, q_hi, q_lo, mix, lse, finished, site, count, n, tokens, d, H, K, R, SPLIT: tl.constexpr,
+                 C: tl.constexpr, N: tl.constexpr, S: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, TOKENS: tl.constexpr):
     # For each of some tokens and one head, flash attention with C sites as queries over the first n finished slots:
     #  z [slots, sites] = v q^T / rho       m, l, acc by online softmax       partial mix = acc / l, lse = m + log l
     # acc is kept as [K, sites], the side of a tensor-core product that may be as short as 8. In bf16, q and w are the
     # sums of two (q_hi + q_lo), so that only v is rounded.
     h = tl.program_id(1)
-    c, k = tl.program_id(2) * C + tl.arange(0, C), tl.arange(0, K1)
+    c, k, k2 = tl.program_id(2) * C + tl.arange(0, C), slices(0, S, W1), slices(S * W1, S, max(W2, 1))
     t, ours = site + c, c < count  # [C] sites
-    q = tl.trans(query_tile(q_hi, t, ours, k, h, H, K, R))  # [K1, C]
+    q = columns_of(query_rows(q_hi, t, ours, k, h, H, K, R))  # [S, W1, C]
     if SPLIT:
-        q_low = tl.trans(query_tile(q_lo, t, ours, k, h, H, K, R))
-    if K2 > 0:
-        k2 = K1 + tl.arange(0, K2)
-        q2 = tl.trans(query_tile(q_hi, t, ours, k2, h, H, K, R))  # [K2, C]
+        q_low = columns_of(query_rows(q_lo, t, ours, k, h, H, K, R))
+    if W2 > 0:
+        q2 = columns_of(query_rows(q_hi, t, ours, k2, h, H, K, R))  # [S, W2, C]
         if SPLIT:
-            q2_low = tl.trans(query_tile(q_lo, t, ours, k2, h, H, K, R))
+            q2_low = columns_of(query_rows(q_lo, t, ours, k2, h, H, K, R))
     for i in range(tl.program_id(0) * TOKENS, tl.minimum(tl.program_id(0) * TOKENS + TOKENS, tokens)):
         token = tl.full([], i, tl.int64)
         m, l = tl.full([C], float("-inf"), tl.float32), tl.zeros([C], tl.float32)
-        acc = tl.zeros([K1, C], tl.float32)
-        if K2 > 0:
-            acc2 = tl.zeros([K2, C], tl.float32)
+        acc = tl.zeros([S, W1, C], tl.float32)
+        if W2 > 0:
+            acc2 = tl.zeros([S, W2, C], tl.float32)
         for p in range(0, n, N):
             at = p + tl.arange(0, N)
             row = tl.load(finished + at, at < n, 0).to(tl.int64) * tokens + token  # [N] slots
-            v = head_rows(bank, row, at < n, k, h, d, K)  # [N, K1]
+            v = head_rows(bank, row, at < n, k, h, d, K)  # [S, N, W1]
             r = tl.load(inv_rho + row * H + h, at < n, 0.0)
-            z = tl.dot(v, q, input_precision="ieee")  # [N, C]
+            z = dot(v, q, tl.zeros([S, N, C], tl.float32))
             if SPLIT:
-                z = tl.dot(v, q_low, z)
-            if K2 > 0:
-                v2 = head_rows(bank, row, at < n, k2, h, d, K)  # [N, K2]
-                z = tl.dot(v2, q2, z, input_precision="ieee")
+                z = dot(v, q_low, z)
+            if W2 > 0:
+                v2 = head_rows(bank, row, at < n, k2, h, d, K)  # [S, N, W2]
+                z = dot(v2, q2, z)
                 if SPLIT:
-                    z = tl.dot(v2, q2_low, z)
-            z = tl.where((at < n)[:, None], z * r[:, None], float("-inf"))
+                    z = dot(v2, q2_low, z)
+            z = tl.where((at < n)[:, None], tl.sum(z, 0) * r[:, None], float("-inf"))  # [N, C]
             top = tl.maximum(m, tl.max(z, 0))
             old, w = tl.exp(m - top), tl.exp(z - top[None, :])
             l = l * old + tl.sum(w, 0)
             w_hi = w.to(v.dtype)
-            w_lo = (w - w_hi.to(tl.float32)).to(v.dtype)
-            acc = tl.dot(tl.trans(v), w_hi, acc * old[None, :], input_precision="ieee")  # [K1, C]
+            w_lo = tl.broadcast_to((w - w_hi.to(tl.float32)).to(v.dtype)[None], S, N, C)
+            w_hi = tl.broadcast_to(w_hi[None], S, N, C)
+            acc = dot(columns_of(v), w_hi, acc * old[None, None, :])  # [S, W1, C]
             if SPLIT:
-                acc = tl.dot(tl.trans(v), w_lo, acc)
-            if K2 > 0:
-                acc2 = tl.dot(tl.trans(v2), w_hi, acc2 * old[None, :], input_precision="ieee")  # [K2, C]
+                acc = dot(columns_of(v), w_lo, acc)
+            if W2 > 0:
+                acc2 = dot(columns_of(v2), w_hi, acc2 * old[None, None, :])  # [S, W2, C]
                 if SPLIT:
-                    acc2 = tl.dot(tl.trans(v2), w_lo, acc2)
+                    acc2 = dot(columns_of(v2), w_lo, acc2)
             m = top
         row = t.to(tl.int64) * tokens + token
-        store_columns(mix, row, ours, k, h, d, K, acc / l[None, :])
-        if K2 > 0:
-            store_columns(mix, row, ours, k2, h, d, K, acc2 / l[None, :])
+        store_rows(mix, row, ours, k, h, d, K, acc / l[None, None, :])
+        if W2 > 0:
+            store_rows(mix, row, ours, k2, h, d, K, acc2 / l[None, None, :])
         tl.store(lse + row * H + h, m + tl.log(l), ours)
 
 
 @triton.jit(do_not_specialize=["site", "p0", "p1"])
-def read_kernel(y, bank, inv_rho, query, mix, lse, inv_rms, finished, site, p0, p1, tokens, eps, d, H, K, R,
-                ADD: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, FULL: tl.constexpr,
+def read_kernel(y, bank, inv_rho, query, mix, lse, inv_rms, finished, site, p0, p1, tokens, eps,
+                d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+                ADD: tl.constexpr, AHEAD: tl.constexpr, PAIR: tl.constexpr, NORM: tl.constexpr, FULL: tl.constexpr,
                 HP: tl.constexpr, KP: tl.constexpr):
     # Write slot `site` and read at site `site`, one token a program: v = y, or slot[site - 1] + y inside a block; merge v, the
-    # partial mix over the older slots (AHEAD) and the finished slots p0 .. p1 - 1, as in route_kernel. With the sublayer's
-    # pre-norm (NORM), mix / rms takes the mix's place, rms = sqrt(mean mix^2 + eps).
+    # partial mix over the older slots (AHEAD) and the finished slots p0 .. p1 - 1, as in route_kernel. PAIR: the same slots
+    # give the next site's partial mix (m2, l2, acc2), so two sites fetch them once. With the sublayer's pre-norm (NORM),
+    # mix / rms takes the mix's place, rms = sqrt(mean mix^2 + eps).
     token = tl.program_id(0).to(tl.int64)
     cols, inside, qcols, is_key = head_tile(H, K, R, HP, KP)
     heads = tl.arange(0, HP)
@@ -219,20 +258,34 @@ def read_kernel(y, bank, inv_rho, query, mix, lse, inv_rms, finished, site, p0, 
     v = v.to(bank.dtype.element_ty)
     tl.store(bank + here * d + cols, v, inside)
     v = v.to(tl.float32)
-    r = inverse_rho(v, is_key, d, R, eps, FULL)
+    z, norm2 = tl.reduce((q * v, v * v if FULL else tl.where(is_key, v * v, 0.0)), 1, add2)
+    r = tl.rsqrt((tl.zeros([HP], tl.float32) + tl.sum(norm2, 0)) / d + eps) if FULL else tl.rsqrt(norm2 / R + eps)  # [HP]
     tl.store(inv_rho + here * H + heads, r, heads < H)
-    m, l, acc = tl.sum(q * v, 1) * r, tl.full([HP], 1.0, tl.float32), v
+    m, l, acc = z * r, tl.full([HP], 1.0, tl.float32), v
     if AHEAD:
         top = tl.maximum(m, s)
         old, new = tl.exp(m - top), tl.exp(s - top)
         m, l, acc = top, old + new, acc * old[:, None] + older * new[:, None]
+    if PAIR:
+        q2 = tl.load(query + (site + 1) * H * R + qcols, is_key, 0.0)
+        m2, l2, acc2 = tl.full([HP], float("-inf"), tl.float32), tl.zeros([HP], tl.float32), tl.zeros([HP, KP], tl.float32)
     for p in range(p0, p1):
         row = tl.load(finished + p).to(tl.int64) * tokens + token
         v = tl.load(bank + row * d + cols, inside, 0.0).to(tl.float32)
-        z = tl.sum(q * v, 1) * tl.load(inv_rho + row * H + heads, heads < H, 0.0)
-        top = tl.maximum(m, z)
-        old, new = tl.exp(m - top), tl.exp(z - top)
+        r = tl.load(inv_rho + row * H + heads, heads < H, 0.0)
+        if PAIR:
+            z, z2 = tl.reduce((q * v, q2 * v), 1, add2)
+            top = tl.maximum(m2, z2 * r)
+            old, new = tl.exp(m2 - top), tl.exp(z2 * r - top)
+            m2, l2, acc2 = top, l2 * old + new, acc2 * old[:, None] + v * new[:, None]
+        else:
+            z = tl.sum(q * v, 1)
+        top = tl.maximum(m, z * r)
+        old, new = tl.exp(m - top), tl.exp(z * r - top)
         m, l, acc = top, l * old + new, acc * old[:, None] + v * new[:, None]
+    if PAIR:
+        tl.store(mix + (here + tokens) * d + cols, acc2 / l2[:, None], inside)
+        tl.store(lse + (here + tokens) * H + heads, m2 + tl.log(l2), heads < H)
     acc = acc / l[:, None]
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.sum(acc * acc, 1), 0) / d + eps)
@@ -248,107 +301,135 @@ def read_kernel(y, bank, inv_rho, query, mix, lse, inv_rms, finished, site, p0, 
 
 @triton.jit(do_not_specialize=["slot0", "t0", "t1"])
 def pull_ahead_kernel(bank, inv_rho, query, grad, lse, D, finished, partial, partial_c, dz_out, slot0, p0, count, t0, t1,
-                      tokens, columns, d, H, K, R, C: tl.constexpr, N: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr):
+                      tokens, columns, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+                      C: tl.constexpr, N: tl.constexpr, S: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
     # For one token and head, C finished slots (p0, p0 + 1, ...) pull from the sites t0 .. t1 - 1, all later than the group:
     #  z [sites, slots] = q v^T / rho      w = e^(z - lse)      dz = w (g v^T - D)
     #  partial [K, slots] = g^T w + q^T dz / rho                partial_c [slots] = sum over sites of dz z
     token, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c, k = tl.program_id(2) * C + tl.arange(0, C), tl.arange(0, K1)
+    c, k, k2 = tl.program_id(2) * C + tl.arange(0, C), slices(0, S, W1), slices(S * W1, S, max(W2, 1))
     ours = c < count
     slot = tl.load(finished + p0 + c, ours, 0).to(tl.int64)  # [C]
     row = slot * tokens + token
-    v = tl.trans(head_rows(bank, row, ours, k, h, d, K))  # [K1, C]
+    v = columns_of(head_rows(bank, row, ours, k, h, d, K))  # [S, W1, C]
     r = tl.load(inv_rho + row * H + h, ours, 0.0)
-    dv, dc = tl.zeros([K1, C], tl.float32), tl.zeros([C], tl.float32)
-    if K2 > 0:
-        k2 = K1 + tl.arange(0, K2)
-        v2, dv2 = tl.trans(head_rows(bank, row, ours, k2, h, d, K)), tl.zeros([K2, C], tl.float32)  # [K2, C]
+    dv, dc = tl.zeros([S, W1, C], tl.float32), tl.zeros([C], tl.float32)
+    if W2 > 0:
+        v2, dv2 = columns_of(head_rows(bank, row, ours, k2, h, d, K)), tl.zeros([S, W2, C], tl.float32)  # [S, W2, C]
     out = ((slot - slot0) * H + h) * tokens + token
     for first in range(t0, t1, N):
         t = first + tl.arange(0, N)  # [N] sites
         row_t, seen = t.to(tl.int64) * tokens + token, t < t1
-        g = head_rows(grad, row_t, seen, k, h, d, K)  # [N, K1]
-        q = query_tile(query, t, seen, k, h, H, K, R)  # [N, K1]
+        g = head_rows(grad, row_t, seen, k, h, d, K)  # [S, N, W1]
+        q = query_rows(query, t, seen, k, h, H, K, R)  # [S, N, W1]
         s = tl.load(lse + row_t * H + h, seen, float("inf"))
         Dt = tl.load(D + row_t * H + h, seen, 0.0)
-        z = tl.dot(q, v, input_precision="ieee")  # [N, C]
-        gv = tl.dot(g, v, input_precision="ieee")  # [N, C]
-        if K2 > 0:
-            g2 = head_rows(grad, row_t, seen, k2, h, d, K)  # [N, K2]
-            q2 = query_tile(query, t, seen, k2, h, H, K, R)
-            z, gv = tl.dot(q2, v2, z, input_precision="ieee"), tl.dot(g2, v2, gv, input_precision="ieee")
+        z, gv = dot(q, v, tl.zeros([S, N, C], tl.float32)), dot(g, v, tl.zeros([S, N, C], tl.float32))
+        if W2 > 0:
+            g2 = head_rows(grad, row_t, seen, k2, h, d, K)  # [S, N, W2]
+            q2 = query_rows(query, t, seen, k2, h, H, K, R)
+            z, gv = dot(q2, v2, z), dot(g2, v2, gv)
+        z, gv = tl.reduce((z, gv), 0, add2)  # [N, C]
         z *= r[None, :]
         w = tl.exp(z - s[:, None])
         dz = w * (gv - Dt[:, None])
         dc += tl.sum(dz * z, 0)
-        w, dz = w.to(g.dtype), (dz * r[None, :]).to(g.dtype)
-        dv = tl.dot(tl.trans(g), w, dv, input_precision="ieee")  # [K1, C]
-        dv = tl.dot(tl.trans(q), dz, dv, input_precision="ieee")
-        if K2 > 0:
-            dv2 = tl.dot(tl.trans(g2), w, dv2, input_precision="ieee")  # [K2, C]
-            dv2 = tl.dot(tl.trans(q2), dz, dv2, input_precision="ieee")
+        dz = (dz * r[None, :]).to(g.dtype)
         tl.store(dz_out + out[None, :] * columns + (t - slot0)[:, None], dz, ours[None, :] & seen[:, None])
+        w, dz = tl.broadcast_to(w.to(g.dtype)[None], S, N, C), tl.broadcast_to(dz[None], S, N, C)
+        dv = dot(columns_of(g), w, dv)  # [S, W1, C]
+        dv = dot(columns_of(q), dz, dv)
+        if W2 > 0:
+            dv2 = dot(columns_of(g2), w, dv2)  # [S, W2, C]
+            dv2 = dot(columns_of(q2), dz, dv2)
     row = (slot - slot0) * tokens + token
-    store_columns(partial, row, ours, k, h, d, K, dv)
-    if K2 > 0:
-        store_columns(partial, row, ours, k2, h, d, K, dv2)
+    store_rows(partial, row, ours, k, h, d, K, dv)
+    if W2 > 0:
+        store_rows(partial, row, ours, k2, h, d, K, dv2)
     tl.store(partial_c + row * H + h, dc, ours)
+
+
+@triton.jit
+def site_of(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP: tl.constexpr):  # what a slot pulls from
+    row, heads = tl.full([], t, tl.int64) * tokens + token, tl.arange(0, HP)
+    g = tl.load(mix + row * d + cols, inside, 0.0).to(tl.float32)  # [HP, KP]
+    q = tl.load(query + t * H * R + qcols, is_key, 0.0)  # [HP, KP]
+    return g, q, tl.load(lse + row * H + heads, heads < H, 0.0), tl.load(D + row * H + heads, heads < H, 0.0)  # [HP]
 
 
 @triton.jit(do_not_specialize=["site", "slot0", "last"])
 def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, partial_c, dy_next, dy, dz_out, site, slot0, last,
-                tokens, columns, d, H, K, R, AHEAD: tl.constexpr, INSIDE: tl.constexpr, NORM: tl.constexpr,
-                FULL: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
+                tokens, columns, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+                AHEAD: tl.constexpr, INSIDE: tl.constexpr, LATER: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr, FULL: tl.constexpr,
+                HP: tl.constexpr, KP: tl.constexpr):
     # Backward of read_kernel, one token a program. The gradient g of the read takes mix's place, and D = <g, mix>. With the
-    # pre-norm (NORM) the gradient a of x = mix / rms arrives, and g = (a - x mean(a x)) / rms. Then slot `site` pulls from its own site, from the sites up to last - 1, and
-    # takes over what was pulled for the group (AHEAD); inside a block, slot site + 1 contains this one, so dy_next is added
-    # (INSIDE). dz_out [slots of the group, H, tokens, columns], columns counted from slot0.
+    # pre-norm (NORM) the gradient a of x = mix / rms arrives, and g = (a - x mean(a x)) / rms. Then slot `site` pulls from its
+    # own site, from the sites up to last - 1 if there are any (LATER; TWO at a time: more loads in flight), and takes over what
+    # was pulled for the group (AHEAD); inside a block, slot site + 1 contains this one, so dy_next is added (INSIDE).
+    # dz_out [slots of the group, H, tokens, columns], columns counted from slot0.
     token = tl.program_id(0).to(tl.int64)
     cols, inside, qcols, is_key = head_tile(H, K, R, HP, KP)
     heads = tl.arange(0, HP)
     here = site.to(tl.int64) * tokens + token
     v = tl.load(bank + here * d + cols, inside, 0.0).to(tl.float32)  # [HP, KP]
-    r = tl.load(inv_rho + here * H + heads, heads < H, 0.0)
-    g = tl.load(grad + token * d + cols, inside, 0.0)  # [HP, KP]
-    o = tl.load(mix + here * d + cols, inside, 0.0).to(tl.float32)
-    if NORM:
-        a, scale = g.to(tl.float32), tl.load(inv_rms + here)
-        g = ((a - o * (tl.sum(tl.sum(a * o, 1), 0) / d)) * scale).to(mix.dtype.element_ty)
-        o = o / scale
-    tl.store(mix + here * d + cols, g, inside)
-    g = g.to(tl.float32)
-    Dt = tl.sum(g * o, 1)
-    tl.store(D + here * H + heads, Dt, heads < H)
+    r = tl.load(inv_rho + here * H + heads, heads < H, 0.0)  # [HP]
+    s = tl.load(lse + here * H + heads, heads < H, 0.0)
     q = tl.load(query + site * H * R + qcols, is_key, 0.0)
-    z = tl.sum(q * v, 1) * r
-    w = tl.exp(z - tl.load(lse + here * H + heads, heads < H, 0.0))
-    dz = w * (tl.sum(g * v, 1) - Dt)
+    o = tl.load(mix + here * d + cols, inside, 0.0).to(tl.float32)
+    if INSIDE:
+        rest = tl.load(dy_next + token * d + cols, inside, 0.0)
+    g = tl.load(grad + token * d + cols, inside, 0.0)  # the last of the loads: all are under way before the first sum
+    if NORM:
+        scale, a = tl.load(inv_rms + here), g.to(tl.float32)
+        z, ax = tl.reduce((q * v, a * o), 1, add2)  # [HP]
+        g = ((a - o * (tl.sum(ax, 0) / d)) * scale).to(mix.dtype.element_ty)
+        gv, Dt = tl.reduce((g.to(tl.float32) * v, g.to(tl.float32) * o), 1, add2)
+        Dt /= scale
+    else:
+        z, gv, Dt = tl.reduce((q * v, g.to(tl.float32) * v, g.to(tl.float32) * o), 1, add3)
+    tl.store(mix + here * d + cols, g, inside)
+    tl.store(D + here * H + heads, Dt, heads < H)
+    g = g.to(tl.float32)
+    z *= r
+    w = tl.exp(z - s)
+    dz = w * (gv - Dt)
     dv = w[:, None] * g + (dz * r)[:, None] * q
     c = dz * z
     out = dz_out + (((site - slot0) * H + heads) * tokens + token) * columns - slot0
     tl.store(out + site, dz * r, heads < H)
-    for t in range(site + 1, last):
-        row = tl.full([], t, tl.int64) * tokens + token
-        g = tl.load(mix + row * d + cols, inside, 0.0).to(tl.float32)
-        q = tl.load(query + t * H * R + qcols, is_key, 0.0)
-        z = tl.sum(q * v, 1) * r
-        w = tl.exp(z - tl.load(lse + row * H + heads, heads < H, 0.0))
-        dz = w * (tl.sum(g * v, 1) - tl.load(D + row * H + heads, heads < H, 0.0))
-        dv += w[:, None] * g + (dz * r)[:, None] * q
-        c += dz * z
-        tl.store(out + t, dz * r, heads < H)
+    if LATER:
+        for t in range(site + 1, last, 1 + TWO):
+            g, q, s, Dt = site_of(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
+            if TWO:
+                other = tl.minimum(t + 1, last - 1)  # the last one may be alone: then its weight is zero
+                g2, q2, s2, Dt2 = site_of(other, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
+                z, gv, z2, gv2 = tl.reduce((q * v, g * v, q2 * v, g2 * v), 1, add4)
+                z2 *= r
+                w = tl.where(t + 1 < last, tl.exp(z2 - s2), 0.0)
+                dz = w * (gv2 - Dt2)
+                dv += w[:, None] * g2 + (dz * r)[:, None] * q2
+                c += dz * z2
+                tl.store(out + t + 1, dz * r, heads < tl.where(t + 1 < last, H, 0))
+            else:
+                z, gv = tl.reduce((q * v, g * v), 1, add2)
+            z *= r
+            w = tl.exp(z - s)
+            dz = w * (gv - Dt)
+            dv += w[:, None] * g + (dz * r)[:, None] * q
+            c += dz * z
+            tl.store(out + t, dz * r, heads < H)
     if AHEAD:
-        row = (site - slot0) * tokens + token
-        dv += tl.load(partial + row * d + cols, inside, 0.0).to(tl.float32)
-        c += tl.load(partial_c + row * H + heads, heads < H, 0.0)
+        dv += tl.load(partial + token * d + cols, inside, 0.0).to(tl.float32)
+        c += tl.load(partial_c + token * H + heads, heads < H, 0.0)
     dv -= norm_correction(v, c, r, is_key, d, R, FULL)
     if INSIDE:
-        dv += tl.load(dy_next + token * d + cols, inside, 0.0).to(tl.float32)
+        dv += rest.to(tl.float32)
     tl.store(dy + token * d + cols, dv, inside)
 
 
 @triton.jit(do_not_specialize=["slot0", "slots", "last"])
-def dq_kernel(dz, bank, is_finished, dquery, slot0, slots, last, tokens, columns, per_split, sites, d, H, K, R,
+def dq_kernel(dz, bank, is_finished, dquery, slot0, slots, last, tokens, columns, per_split, sites,
+              d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
               T: tl.constexpr, N: tl.constexpr, RP: tl.constexpr):
     #  dquery[t] += sum over a group's slots and some tokens of (dz / rho)[slot, t, token] key(slot, token)
     # a GEMM [T sites, N tokens] x [N tokens, RP key coordinates]; split over tokens, each split has its own dquery.
@@ -402,19 +483,23 @@ class Shape:
         self.sizes = dict(d=self.d, H=self.H, K=self.K, R=self.R)
         HP, KP = triton.next_power_of_2(self.H), triton.next_power_of_2(self.K)
         self.rows = dict(FULL=norm == "full", HP=HP, KP=KP, num_warps=warps(HP * KP, 512))  # kernels that see whole tokens
-        # pull_kernel waits for memory: few registers, many warps. The caps on registers below are measured, too.
-        self.pull = self.rows | dict(num_warps=warps(HP * KP, 256), maxnreg=64 if HP * KP <= 4096 else None)
+        # The settings below were measured. read_kernel: few warps, as they exchange their sums for every slot. pull_kernel waits
+        # for memory: many warps of few registers where heads are narrow; few warps where a head is shared by all of them.
+        self.read = self.rows | dict(num_warps=warps(HP * KP, 2048), maxnreg={512: 64, 1024: 128}.get(HP * KP))
+        narrow = dict(num_warps=warps(HP * KP, 256), maxnreg=64 if HP * KP <= 4096 else None, TWO=False)
+        wide = dict(num_warps=warps(HP * KP, 1024), TWO=HP * KP >= 2048)
+        self.pull = self.rows | (narrow if KP < 512 else wide)
         K1 = max(16, KP if KP == self.K else KP // 2)
-        K2 = max(16, triton.next_power_of_2(self.K - K1)) if self.K > K1 else 0
-        narrow = K1 <= 128
-        tiles = dict(C=8, N=16, K1=K1, K2=K2, num_warps=max(1, min(K1 // 128, 4)), num_stages=1 if K1 < 1024 else 2)
-        self.ahead = tiles | dict(maxnreg=128 if narrow else None, SPLIT=x.dtype != torch.float32)
-        self.pull_ahead = tiles | dict(maxnreg=168 if narrow else None)
+        S = max(1, K1 // 256)
+        W1, W2 = K1 // S, max(16, triton.next_power_of_2(triton.cdiv(self.K - K1, S))) if self.K > K1 else 0
+        tiles = dict(C=8, N=16, S=S, W1=W1, W2=W2, num_warps=S, num_stages=1)
+        self.ahead = tiles | dict(maxnreg=128 if W1 <= 128 else None, SPLIT=x.dtype != torch.float32)
+        self.pull_ahead = tiles | dict(maxnreg=168 if W1 + W2 <= 128 else None)
         self.together = 4 if self.tokens >= 1024 else 1  # tokens of one ahead_kernel program, which fetches queries once
-        self.chunked = self.K * x.element_size() <= 2048  # wider heads do not fit: every site reads all of its slots itself
+        self.chunked = self.K * x.element_size() <= 2048  # wider heads do not fit: two sites at a time read all slots
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
         self.programs = min(self.tokens, max(1, processors * 32 // self.rows["num_warps"]))  # for kernels that sum over tokens
-        self.splits = max(1, min(triton.cdiv(self.tokens, 64), 4 * processors // self.H)) if x.is_cuda else 2
+        self.splits = max(1, min(triton.cdiv(self.tokens, 64), 4 * processors // (self.H * triton.cdiv(self.R, 128)))) if x.is_cuda else 2
 
 
 class Route(torch.autograd.Function):
@@ -494,7 +579,7 @@ class Slots:
         self.inv_rho, self.lse = new(M + 1, s.tokens, s.H), new(M + 1, s.tokens, s.H)
         self.mix = new(M + 1, s.tokens, s.d, dtype=x.dtype)
         self.inv_rms = new(M + 1, s.tokens) if prenorm else self.lse
-        self.new, self.reads, self.top, self.dy = new, 0, None, None
+        self.new, self.reads, self.top, self.dy, self.paired = new, 0, None, None, 0
 
     def read(self, t, y):
         """Write y into slot t and read at site t."""
@@ -504,9 +589,11 @@ class Slots:
             ahead_kernel[(triton.cdiv(s.tokens, s.together), s.H, triton.cdiv(b - a, 8))](
                 self.bank, self.inv_rho, self.q_hi, self.q_lo, self.mix, self.lse, self.finished, a, b - a, old,
                 s.tokens, **s.sizes, **s.ahead, TOKENS=s.together)
+        old, pair = old or self.paired, not s.chunked and not self.paired and t < self.sites - 1 and self.before[t] > 2
+        self.paired = self.before[t] if pair else 0  # the slots that the next site need not fetch again
         read_kernel[(s.tokens,)](
             y, self.bank, self.inv_rho, self.q, self.mix, self.lse, self.inv_rms, self.finished, t, old, self.before[t],
-            s.tokens, self.eps, **s.sizes, ADD=t > 0 and not self.is_end[t - 1], AHEAD=old > 0, NORM=self.prenorm, **s.rows)
+            s.tokens, self.eps, **s.sizes, ADD=t > 0 and not self.is_end[t - 1], AHEAD=old > 0, PAIR=pair, NORM=self.prenorm, **s.read)
         self.reads = t + 1
         return self.mix[t].view(y.shape)
 
@@ -519,6 +606,7 @@ class Slots:
         b = min(b, self.top)
         columns = triton.cdiv(self.top - a, 16) * 16
         p, count = self.before[a], self.before[b] - self.before[a]
+        count -= count % 8 == 1  # a ninth slot would need a second pass over the later sites: it pulls from them itself
         ahead = s.chunked and self.top > b and count > 1
         if t == b - 1:
             self.dz = new(b - a, s.H, s.tokens, columns, dtype=self.bank.dtype)
@@ -530,12 +618,13 @@ class Slots:
             else:
                 self.partial = self.partial_c = self.D
         dy = new(s.tokens, s.d, dtype=self.bank.dtype)
-        last = (b if ahead else self.top) if self.is_end[t] else t + 1
+        pulled = ahead and self.is_end[t] and self.before[t] < p + count
+        last = b if pulled else self.top if self.is_end[t] else t + 1
         inside = not self.is_end[t] and t + 1 < self.top
         pull_kernel[(s.tokens,)](
-            grad, self.bank, self.inv_rho, self.q, self.mix, self.lse, self.inv_rms, self.D, self.partial, self.partial_c,
+            grad, self.bank, self.inv_rho, self.q, self.mix, self.lse, self.inv_rms, self.D, self.partial[t - a], self.partial_c[t - a],
             self.dy if inside else dy, dy, self.dz, t, a, last, s.tokens, columns, **s.sizes,
-            AHEAD=ahead and self.is_end[t], INSIDE=inside, NORM=self.prenorm, **s.pull)
+            AHEAD=pulled, INSIDE=inside, LATER=last > t + 1, NORM=self.prenorm, **s.pull)
         if t == a:
             T = 16 if columns == 16 else 32 if columns == 32 else 64
             RP = max(16, min(128, triton.next_power_of_2(s.R)))

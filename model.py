@@ -614,7 +614,7 @@ class GPT(nn.Module):
 def load_run(folder, device="cpu", checkpoint="ckpt.pt"):
     """A run's model, ready to use, and its config.json as a dict. Raises ValueError with one line if there is none."""
     run, file = read_config(folder), Path(folder, checkpoint)
-    model = GPT(GPTConfig(**run["model"]))
+    model = GPT(GPTConfig(**run["model"] | {"kernel": "auto"}))  # this may be another machine
     try:
         model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
     except FileNotFoundError:
