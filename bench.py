@@ -1,7 +1,7 @@
 """Speed and memory on one CUDA GPU: depth routing alone, and whole training steps.
 
     python bench.py kernel                                # the routing of one forward and backward pass, all sizes
-    python bench.py kernel --plain --peers                # beside plain PyTorch and the other packages that are installed
+    python bench.py kernel --plain --peers=all            # beside plain PyTorch and the other packages that are installed
     python bench.py train --size=100m,350m,1b             # mhar against the baseline
     python bench.py train --size=lr-1b --routes="baseline; lr --blocks=8; attnres --blocks=8"
     python bench.py error --run=out/attnres-nano          # the reads of a trained model, against float64
@@ -65,7 +65,7 @@ PEAK_FLOPS = 989e12  # H100 and H200, dense bf16
 class KernelBench:
     sizes: str = ",".join(CHAINS)  # which chains, comma separated
     plain: bool = False  # also plain PyTorch, model.route: eager, and compiled at --peer_sizes
-    peers: bool = False  # also the other packages, at --peer_sizes
+    peers: str = ""  # also other packages, at --peer_sizes: "all", or some of fla-core, liger-kernel, fast-attnres, flash-attn-res
     peer_sizes: str = "100m-h1"  # chains for them: some tune themselves for minutes at every size
     peer_limit: float = 120.0  # seconds that each of them, or plain PyTorch, gets
     profile: bool = False  # also the time of each of our kernels
@@ -340,10 +340,14 @@ def isolated(limit, *args):
 
 def bench_kernel(b):
     names, slow = b.sizes.split(","), b.peer_sizes.split(",") if b.peers or b.plain else []
+    peers = list(PEERS) if b.peers == "all" else [peer for peer in b.peers.split(",") if peer]
+    for peer in peers:
+        if peer not in PEERS:
+            fail(f"unknown package {peer!r}; there are: {', '.join(PEERS)}, or all")
     for name in names + slow:
         if name not in CHAINS:
             fail(f"unknown chain {name!r}; there are: {', '.join(CHAINS)}")
-    for name in slow if b.peers else []:
+    for name in slow if peers else []:
         c = GPTConfig.from_size(CHAINS[name][0], **CHAINS[name][1])
         if c.delta or (c.H, c.r) != (1, c.d_model):
             fail(f"--peer_sizes={name}: the other packages have one head and full-width keys: choose from 100m-h1, 350m-h1, lr-1b, lr-4b")
@@ -351,7 +355,7 @@ def bench_kernel(b):
                              "of copy": "7.0%", "GiB": "6.2f", "first s": "7.1f", "error": "8.1e"})
     for name in dict.fromkeys(names + slow):
         todo = ["ours"] + ["ours, per call"] * (name == "8b-delta") + ["plain"] * b.plain
-        todo += ["compiled"] * (b.plain and name in slow) + list(PEERS) * (b.peers and name in slow)
+        todo += ["compiled"] * (b.plain and name in slow) + peers * (name in slow)
         best = math.nan
         for what in todo:
             args = (name, what, report.bandwidth, b.profile and what.startswith("ours"))
