@@ -33,6 +33,7 @@ from typing import Literal, get_args, get_type_hints
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The sizes
@@ -600,6 +601,7 @@ class GPT(nn.Module):
         the mean square of the logits' logsumexp, in the gradient only."""
         super().__init__()
         self.config, self.dtype, self.z_loss = config, dtype, z_loss
+        self.recompute = False  # keep no activations within sublayers, compute them again in backward; the reads' stay
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.sublayers = nn.ModuleList(kind(config) for _ in range(config.n_layer) for kind in (Attention, MLP))
         self.norm = RMSNorm(config.d_model, config)
@@ -619,7 +621,8 @@ class GPT(nn.Module):
         mask = cache.mask(idx.shape[1], idx.device) if cache else None if docs is None else document_mask(docs)
         stream = self.stream(self.embed(idx).to(self.dtype), self.config, self.router)
         for t, sublayer in enumerate(self.sublayers):
-            stream.write(*sublayer(stream.read(t), stream.normed, rope, mask, cache))
+            call = functools.partial(checkpoint, sublayer, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else sublayer
+            stream.write(*call(stream.read(t), stream.normed, rope, mask, cache))
         if cache:
             cache.length += idx.shape[1]
         return self.norm(stream.read(self.config.M), stream.normed)
@@ -719,6 +722,7 @@ def clip_gradients(parameters, limit):
         if p.grad is not None:
             groups.setdefault(p.grad.dtype, []).append(p.grad)
     norm = torch.stack([norm for group in groups.values() for norm in torch._foreach_norm(group, 2, torch.float32)]).norm()
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded gradients
     factor = (limit / (norm + 1e-6)).clamp(max=1)
     for dtype, group in groups.items():
         torch._foreach_mul_(group, factor.to(dtype))

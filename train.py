@@ -23,6 +23,9 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
@@ -35,7 +38,7 @@ class TrainConfig:
     size: str = "nano"  # a preset of model.py: nano, 100m, 124m, 350m, 1b, lr-0.5b, lr-1b, lr-4b, 8b
     data: str = "stdlib"  # a folder under data/, or a path; made by prepare.py
     out: str | None = None  # the run's folder, which must not exist; unset: the next free out/<route>-<size>
-    resume: str | None = None  # go on with this run; only steps, cadences, micro, device, compile and kernel may change
+    resume: str | None = None  # go on with this run; only steps, cadences, micro, device, compile, kernel and recompute may change
     init_from: str | None = None  # begin with this run's weights and a new schedule; the model is its model, but for flags
     eval_only: bool = False  # print the validation loss of the run given as --resume, change nothing
     seq: int = 128  # tokens in a sequence
@@ -65,6 +68,8 @@ class TrainConfig:
     device: str | None = None  # cuda, cpu or mps; unset: the best there is
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; auto: bfloat16 on CUDA
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the backbone's matrices; everything else stays fp32
+    fsdp: bool = False  # under torchrun: shard parameters (stored in fp32), gradients, optimizer and average over the ranks (FSDP2)
+    recompute: bool = False  # compute the sublayers' activations again in backward instead of keeping them
     compile: bool | None = None  # torch.compile the parts, and on a single GPU record a micro batch as a CUDA graph; unset: on CUDA
 
 
@@ -83,7 +88,7 @@ RECIPES = {
     "8b": dict(_mhar, seq=4096, batch=256, steps=9_500, lr=4e-4, min_lr=4e-6, weight_decay=0.05, decay="matrices", z_loss=1e-4, ema=0.999),
 }
 PAPERS = {"nano": "ours", "8b": "MHAR mid-training, arXiv 2607.27230"} | {size: "LR, arXiv 2607.09694" for size in RECIPES if size[:3] == "lr-"}
-MAY_CHANGE = {"resume", "eval_only", "log_routing", "wandb", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel"}  # on --resume
+MAY_CHANGE = {"resume", "eval_only", "log_routing", "wandb", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel", "recompute"}  # on --resume
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, for the MFU
 
 
@@ -109,6 +114,10 @@ def configure(flags):
         size = flags.get("size", TrainConfig.size)
         model = GPTConfig.from_size(size, **model)
         c = TrainConfig(**RECIPES[size] | mine)
+    if c.fsdp:  # FSDP2 shards parameters of one dtype together
+        if flags.get("param_dtype") == "bfloat16":
+            fail("--fsdp stores parameters in fp32 and gathers them in --dtype: leave --param_dtype out")
+        c.param_dtype = "float32"
     if c.eval_only and not c.resume:
         fail("--eval_only evaluates a run: give --resume=RUN")
     if c.min_lr is None:
@@ -226,6 +235,8 @@ def train(model_config, c, vocab_given=False):
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
+    elif c.fsdp:
+        fail("--fsdp shards over ranks: start it with torchrun")
     master = rank == 0
     if c.wandb and master:
         try:
@@ -262,6 +273,13 @@ def train(model_config, c, vocab_given=False):
     if c.init_from:
         take_weights(model, c.init_from)
     model = model.cast_parameters(getattr(torch, c.param_dtype)).to(device)
+    model.recompute = c.recompute
+    if c.fsdp:  # the root group, embedding, head and router, stays in fp32 until it is used
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mesh = dist.init_device_mesh(device.type, (world,))
+        for sublayer in model.sublayers:
+            fully_shard(sublayer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh)
     steppers, params = optimizers(model, c), dict(model.named_parameters())
     ema = {name: p.detach().float().clone() for name, p in params.items()} if c.ema else None
     flops, peak_flops = model_config.flops(c.seq), None
@@ -272,12 +290,15 @@ def train(model_config, c, vocab_given=False):
     step, best = 0, math.inf
     if c.resume:
         out = Path(c.resume)
-        state = load_checkpoint(out, device)
         try:
-            model.load_state_dict(state["model"])
-            for optimizer, old in zip(steppers, state["optimizer"], strict=True):
-                optimizer.load_state_dict(old)
-            step, best, ema = state["step"], state["best"], state["ema"]
+            if c.fsdp:
+                step, best = load_sharded(out, model, steppers, ema)
+            else:
+                state = load_checkpoint(out, device)
+                model.load_state_dict(state["model"])
+                for optimizer, old in zip(steppers, state["optimizer"], strict=True):
+                    optimizer.load_state_dict(old)
+                step, best, ema = state["step"], state["best"], state["ema"]
         except (RuntimeError, KeyError, TypeError, ValueError) as e:
             fail(f"the checkpoint of {out} does not fit its config.json: {' '.join(str(e).split())[:200]}")
         if step >= c.steps and not c.eval_only:
@@ -316,7 +337,7 @@ def train(model_config, c, vocab_given=False):
         model.compile_parts()
         if master:
             print("compiling; the first step takes a while ...", flush=True)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 and not c.fsdp else model
     stop = []  # signals that asked for an end
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda number, frame: stop.append(number))
@@ -335,7 +356,10 @@ def train(model_config, c, vocab_given=False):
         """Micro batch i of a step: adds its gradients (the first replaces them), returns its share of the step's loss."""
         if i == 0:
             model.zero_grad()
-        with wrapped.no_sync() if world > 1 and i < n_micro - 1 else nullcontext():  # averaged over the ranks once a step
+        last = i == n_micro - 1  # gradients are averaged over the ranks once a step
+        if c.fsdp:
+            model.set_requires_gradient_sync(last)
+        with nullcontext() if last or world == 1 or c.fsdp else wrapped.no_sync():
             loss = loss_of(wrapped, rows) / n_micro
             loss.backward()
         return loss.detach()
@@ -343,7 +367,7 @@ def train(model_config, c, vocab_given=False):
     graphs = []  # of the first micro batch and of the others
 
     def micro_step(rows, i):
-        if not (cuda and compiled and world == 1):
+        if not (cuda and compiled and world == 1 and not c.fsdp):
             return backward(rows, i)
         if not graphs:
             replay, pool = capture(lambda rows: backward(rows, 0), rows)
@@ -394,9 +418,18 @@ def train(model_config, c, vocab_given=False):
             print(f"{out}, step {step}: " + ", ".join(f"{name} {value}" for name, value in results.items()))
         return
 
+    def save_weights(name, keep=None, **more):
+        """Called on every rank: sharded tensors are gathered."""
+        whole = lambda tensors: {k: v.full_tensor().cpu() if c.fsdp else v for k, v in tensors.items()}
+        state = {"model": whole(model.state_dict()), "ema": whole(ema) if ema else None, "step": step} | more
+        if master:
+            write_whole(out / name, lambda file: torch.save(state, file), keep=keep)
+
     def save():
-        state = {"model": model.state_dict(), "optimizer": [o.state_dict() for o in steppers], "ema": ema, "step": step, "best": best}
-        write_whole(out / "ckpt.pt", lambda file: torch.save(state, file), keep=out / "ckpt_prev.pt")
+        if c.fsdp:
+            save_sharded(out, model, steppers, ema, step, best)
+        else:
+            save_weights("ckpt.pt", out / "ckpt_prev.pt", optimizer=[o.state_dict() for o in steppers], best=best)
 
     started, first = time.time(), step
     rows = to_device(train_data.batch(step, c.batch, c.seed, share))
@@ -446,16 +479,18 @@ def train(model_config, c, vocab_given=False):
                 print(f"{line}  val_loss {entry['val_loss']:.4f}", flush=True)
             elif sys.stdout.isatty():
                 print(line, end="   \r", flush=True)
-            if entry.get("val_loss", math.inf) < best:
-                best = entry["val_loss"]
-                write_whole(out / "best.pt", lambda file: torch.save({"model": model.state_dict(), "ema": ema, "step": step}, file))
-            if step % c.save_every == 0 or step == c.steps or signals:
-                save()
+        if entry.get("val_loss", math.inf) < best:
+            best = entry["val_loss"]
+            save_weights("best.pt")
+        if step % c.save_every == 0 or step == c.steps or signals:
+            save()
         if signals and step < c.steps:
             if master:
                 print(f"\nstopped at step {step}; to go on: python train.py --resume={out}", flush=True)
             return
 
+    if c.fsdp:
+        save_weights("ckpt.pt")
     if master:
         norms = [json.loads(line)["grad_norm"] for line in log_file.read_text().splitlines()]
         mean = sum(norms) / len(norms)
@@ -502,6 +537,42 @@ def load_checkpoint(out, device):
             pass
         except Exception as e:  # torch.load raises nearly everything
             print(f"{file} cannot be read ({type(e).__name__}), so the one before is tried", file=sys.stderr)
+    raise ValueError(f"{out} has no whole checkpoint; start it anew")
+
+
+def sharded_state(model, steppers, ema):
+    params, moments = get_state_dict(model, steppers)
+    return {"model": params, "optimizer": moments, "ema": ema or {}}
+
+
+def save_sharded(out, model, steppers, ema, step, best):
+    """Each rank writes its part of a torch.distributed.checkpoint folder, which takes ckpt's place when it is complete; that one
+    becomes ckpt_prev."""
+    partial, newest, before = out / "ckpt.partial", out / "ckpt", out / "ckpt_prev"
+    master = dist.get_rank() == 0
+    if master:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    try:
+        dcp.save(sharded_state(model, steppers, ema) | {"step": step, "best": best}, checkpoint_id=partial)
+    except (OSError, RuntimeError, dcp.CheckpointException) as e:
+        sys.exit(f"cannot write {partial}, what was there before is untouched: {(str(e).splitlines() or [type(e).__name__])[-1][:200]}")
+    if master:
+        if newest.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            newest.rename(before)
+        partial.rename(newest)
+    dist.barrier()
+
+
+def load_sharded(out, model, steppers, ema):
+    """The newest whole folder, for any number of ranks. Returns its step and best."""
+    state = sharded_state(model, steppers, ema) | {"step": 0, "best": 0.0}
+    for folder in (out / "ckpt", out / "ckpt_prev"):
+        if (folder / ".metadata").is_file():  # written last
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(model, steppers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            return state["step"], state["best"]
     raise ValueError(f"{out} has no whole checkpoint; start it anew")
 
 
