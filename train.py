@@ -166,12 +166,18 @@ def learning_rate(step, c):
     return c.min_lr + (c.lr - c.min_lr) * share
 
 
+def may_restart():
+    """Whether torchrun has --max_restarts: then all ranks start again if one dies, and go on with --out. (Each node has its own count of
+    restarts, so that is not asked.)"""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
 def new_folder(c, model):
-    """Creates the run's folder, never an existing one."""
+    """Creates the run's folder, never an existing one (but see may_restart, for one that died before its first save)."""
     names = [c.out] if c.out else [f"out/{model.route}-{c.size}" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000)]
     for name in names:
         try:
-            Path(name).mkdir(parents=True)
+            Path(name).mkdir(parents=True, exist_ok=bool(c.out) and may_restart() and Path(name, "config.json").exists())
             return name
         except FileExistsError:
             pass
@@ -204,6 +210,8 @@ def link(old, new):
 
 def main():
     flags = parse_flags(TrainConfig, GPTConfig)
+    if may_restart() and "out" in flags and any(Path(flags["out"]).glob("ckpt*")):
+        flags = {name: value for name, value in flags.items() if name in MAY_CHANGE} | {"resume": flags["out"]}
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's characters
     try:
         train(*configure(flags), vocab_given="vocab_size" in flags)
@@ -324,7 +332,7 @@ def train(model_config, c, vocab_given=False):
             "versions": {"python": platform.python_version(), "torch": torch.__version__}, "git": git_commit(),
         }
         write_whole(out / "config.json", lambda file: file.write_text(json.dumps(config, indent=1) + "\n"))
-        log = open(log_file, "a", buffering=1)
+        log = open(log_file, "a" if c.resume else "w", buffering=1)
         print(f"{model_config.route} {c.size}: {count['total']:,} parameters ({count['routing']:,} routing), "
               f"vocabulary {model_config.vocab_size:,} ({meta['encoding']}), {train_data.tokens:,} training tokens of {folder}, "
               f"{world} x {device.type} -> {out}", flush=True)
