@@ -107,6 +107,7 @@ class GPTConfig:
                        "lr": name not in ("heads", "headwise")}.get(self.route, False)
             hint = "; low-rank multi-head is route=mhar with rank" if (self.route, name) in (("lr", "heads"), ("attnres", "rank")) else ""
             check(allowed or not given, f"route={self.route} takes no {name}{hint}")
+        check(self.route in DEPTH_ROUTES or self.kernel != "triton", f"route={self.route} has no kernels: use kernel=auto")
         if self.route not in DEPTH_ROUTES:
             return
         check(0 < self.H, f"heads must be positive, not {self.H}")
@@ -342,19 +343,20 @@ class Depth:
         self.kernel = kernels(config.kernel, x.device.type) if self.keys is None and x.dtype != torch.float64 else None
         self.bank, self.normed = None, False
         if self.kernel and not config.headwise:
-            self.normed = self.fuse_norm
+            self.normed = self.fuse_norm and torch.is_grad_enabled()  # costs a scaled copy of the weights: not for one token
             self.bank = self.kernel.Bank(x, self.query, config.ends, norm=config.norm, eps=config.norm_eps, prenorm=self.normed)
 
-    def mix(self, query):
+    def mix(self, sources, query):
         args = dict(norm=self.config.norm, eps=self.config.norm_eps)
-        return self.kernel.route(self.sources, query, **args) if self.kernel else route(self.sources, query, keys=self.keys, **args)[0]
+        return self.kernel.route(sources, query, **args) if self.kernel else route(sources, query, keys=self.keys, **args)[0]
 
     def read(self, t):
         if self.bank:
             return self.bank.read(t)
         if self.config.headwise and t % 2 == 0 and t < self.config.M:
-            return torch.stack([self.mix(query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
-        return self.mix(self.query[t])
+            sources = torch.stack(self.sources) if self.kernel else self.sources  # once for all groups
+            return torch.stack([self.mix(sources, query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
+        return self.mix(self.sources, self.query[t])
 
     def write(self, y, hidden):
         if self.bank:
@@ -614,7 +616,8 @@ class GPT(nn.Module):
 def load_run(folder, device="cpu", checkpoint="ckpt.pt"):
     """A run's model, ready to use, and its config.json as a dict. Raises ValueError with one line if there is none."""
     run, file = read_config(folder), Path(folder, checkpoint)
-    model = GPT(GPTConfig(**run["model"] | {"kernel": "auto"}))  # this may be another machine
+    kernel = "torch" if run["model"].get("kernel") == "torch" else "auto"  # this may be another machine
+    model = GPT(GPTConfig(**run["model"] | {"kernel": kernel}))
     try:
         model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
     except FileNotFoundError:
@@ -638,8 +641,8 @@ def read_config(folder):
 
 
 def clip_gradients(parameters, limit):
-    """Scales the gradients so that their norm over all parameters is at most limit, as torch's clip_grad_norm_ does, and returns
-    the norm, in fp32. That one multiplies bf16 gradients by an fp32 factor, which is a slow kernel for each of them."""
+    """Scales the gradients so that their norm over all parameters is at most limit, up to the rounding of the factor to their dtype, and
+    returns the norm before, in fp32. (torch's clip_grad_norm_ multiplies bf16 gradients by an fp32 factor: a slow kernel for each.)"""
     groups = {}  # one kernel for all tensors of a dtype
     for p in parameters:
         if p.grad is not None:

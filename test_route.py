@@ -797,6 +797,8 @@ CHAINS = {  # the last column: the least number of sites that read older slots t
     "one-block": (dict(M=4, d=96, H=3, R=7, ends=[4]), 2),
     "many-tokens": (dict(M=1, d=32, H=2, R=5, lead=(67,), prenorm=True), 1),
     "40-slots": (dict(M=39, d=40, H=2, R=16, lead=(1,), ends=[*range(1, 20), *range(30, 40)]), 8),  # a group of 14 sites
+    "pairs": (dict(M=7, d=1200, H=2, R=600, lead=(1,), prenorm=True), 2),  # heads too wide for tiles: sites in pairs
+    "two-slices": (dict(M=4, d=512, H=1, R=128, lead=(2,)), 1),
     "no-tokens": (dict(M=3, lead=(0, 2)), 1),
     "no-sublayer": (dict(M=0), 2),
 }
@@ -902,6 +904,16 @@ def test_fused_backward_runs_once(kernel):
     torch.autograd.grad(mixes[3].sum(), mixes[2], retain_graph=True)  # a part only; then another loss from there on
     with pytest.raises(RuntimeError, match="once"):
         mixes[2].sum().backward()
+
+
+def test_fused_mix_is_lost_in_backward(kernel):
+    """Whoever keeps a mix without a copy and differentiates through it after the bank's backward is told."""
+    mixes, (x, *_) = simple_chain(bank_reads(kernel))
+    weight = torch.ones_like(mixes[2]).requires_grad_()
+    probe = (mixes[2].detach() * weight).sum()
+    mixes[3].sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        probe.backward()
 
 
 def test_fused_read_runs_backward_twice(kernel):

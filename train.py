@@ -335,8 +335,7 @@ def train(model_config, c, vocab_given=False):
             rows = to_device(train_data.batch(step + 1, c.batch, c.seed, share))
         loss, signals, grad_norm = torch.cat([total, grad_norm.view(1)]).tolist()  # the step's one synchronization
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; "
-                     f"the run stops, its last checkpoint stays as it was: {out}")
+            sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the run stops, what {out} has saved stays as it was")
         step += 1
         seconds = time.time() - t0
         signals = signals if world > 1 else len(stop)
@@ -349,7 +348,7 @@ def train(model_config, c, vocab_given=False):
         if step % c.eval_every == 0 or step == c.steps:
             entry["val_loss"] = evaluate()
             if not math.isfinite(entry["val_loss"]):
-                sys.exit(f"step {step}: validation loss {entry['val_loss']}; the run stops, its last checkpoint stays as it was: {out}")
+                sys.exit(f"step {step}: validation loss {entry['val_loss']}; the run stops, what {out} has saved stays as it was")
         if master:
             log.write(json.dumps(entry) + "\n")
             pace = (time.time() - started) / (step - first)  # seconds a step so far, evaluations and all
@@ -370,6 +369,8 @@ def train(model_config, c, vocab_given=False):
             return
 
     if master:
+        for s in (signal.SIGTERM, signal.SIGINT):  # all is saved
+            signal.signal(s, signal.SIG_DFL)
         model, _ = load_run(out, device)  # not compiled: the cache changes its shape with every token
         encoding = prepare.encoding(meta["encoding"], folder)
         start = torch.full((1, 1), meta["eot"], device=device)
