@@ -75,7 +75,7 @@ class KernelBench:
 @dataclass
 class TrainBench:
     size: str = "100m"  # presets, comma separated
-    routes: str = "baseline; mhar"  # routes with train.py's flags, as "lr --blocks=8; mhar --kernel=torch"; one is the baseline
+    routes: str = "baseline; mhar"  # routes with train.py's flags, separated by semicolons: "baseline; lr --blocks=8; mhar --kernel=torch"
     repeats: int = 3  # fresh models of each route, at most 10
     steps: int = 10  # timed optimizer steps of each model
     micro: int = 16_384  # tokens in a forward pass, one for each step
@@ -338,9 +338,13 @@ def isolated(limit, *args):
         process.join()
 
 
+def names_of(text, separator=","):
+    return [name.strip() for name in text.split(separator) if name.strip()]
+
+
 def bench_kernel(b):
-    names, slow = b.sizes.split(","), b.peer_sizes.split(",") if b.peers or b.plain else []
-    peers = list(PEERS) if b.peers == "all" else [peer for peer in b.peers.split(",") if peer]
+    names, slow = names_of(b.sizes), names_of(b.peer_sizes) if b.peers or b.plain else []
+    peers = list(PEERS) if b.peers == "all" else names_of(b.peers)
     for peer in peers:
         if peer not in PEERS:
             fail(f"unknown package {peer!r}; there are: {', '.join(PEERS)}, or all")
@@ -424,14 +428,14 @@ T95 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]  # Studen
 
 
 def bench_train(b):
-    if min(b.steps, b.micro, b.seq or 1) < 1 or not 1 <= b.repeats <= 10:
+    if min(b.steps, b.micro, 1 if b.seq is None else b.seq) < 1 or not 1 <= b.repeats <= 10:
         fail("--steps, --micro and --seq must be positive, --repeats from 1 to 10")
     variants = {}  # (size, route) -> its config, whether to compile it as a whole, tokens in a sequence
-    for size in b.size.split(","):
+    for size in names_of(b.size):
         seq = b.seq or {"nano": 128, "350m": 1024, "1b": 1024, "8b": 4096}.get(size, 2048)
         if b.micro % seq:
             fail(f"--micro={b.micro} counts tokens: a multiple of --seq={seq}")
-        for spec in filter(None, map(str.strip, re.split("[;,]", b.routes))):
+        for spec in names_of(b.routes, ";"):
             name, *flags = shlex.split(spec)
             try:
                 config = GPTConfig.from_size(size, **parse_flags(GPTConfig, argv=[f"--route={name}", *flags]))
@@ -500,8 +504,10 @@ def recorded(folder, tokens):
     for sublayer in net.sublayers:
         sublayer.register_forward_hook(lambda module, args, out: ys.append(flat(out[0])))
     model.route = recording
-    net(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()).backward()
-    model.route = route
+    try:
+        net(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()).backward()
+    finally:
+        model.route = route
     return c, ys, torch.stack(queries), grads
 
 

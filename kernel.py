@@ -12,9 +12,9 @@ Two ways in:
     route(sources, query)     stateless: one read, differentiable, composes with anything
     Bank(x, query, ends)      all reads of one forward pass, for training: mix = bank.read(t), bank.write(y)
 
-Two ideas make a Bank fast.  *Chunks*: queries do not depend on the input, so a group of about 8 sites reads all older
-slots together, on tensor cores (ahead_kernel), and each site then adds only the slots written since (read_kernel);
-heads too wide for that share the slots between two sites.
+Two ideas make a Bank fast.  *Chunks*: queries do not depend on the input, so a group of sites (at least 8, up to the next
+block end) reads all older slots together, on tensor cores (ahead_kernel), and each site then adds only the slots written
+since (read_kernel). Where heads are too wide for that, two sites at a time fetch the slots together.
 *Pull*: a slot's gradient needs the output gradients g_t of the sites that read it, and backward has them all when it
 reaches the sublayer that wrote the slot. So a site's backward only keeps g_t (where its mix was) and
 D[t,h] = <g_t[h], mix(t)[h]>, and a slot then gathers, for the group (pull_ahead_kernel) and for itself (pull_kernel):
@@ -27,12 +27,13 @@ No atomics: two runs give the same bits.
 """
 
 import functools
+import operator
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK = 8  # sites that read the older slots together; also the shortest side of a tensor-core product
+CHUNK = 8  # the least number of sites that read the older slots together; tiles for tensor cores have 8 of them
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def store_rows(base, row, seen, k, h, d, K, value):  # value [S, W, len(row)]
 
 
 @triton.jit
-def columns_of(rows):  # [S, n, W] -> [S, W, n]
+def transposed(rows):  # [S, n, W] -> [S, W, n]
     return tl.permute(rows, (0, 2, 1))
 
 
@@ -198,13 +199,13 @@ def ahead_kernel(bank, inv_rho, q_hi, q_lo, mix, lse, finished, site, count, n, 
     h = tl.program_id(1)
     c, k, k2 = tl.program_id(2) * C + tl.arange(0, C), slices(0, S, W1), slices(S * W1, S, max(W2, 1))
     t, ours = site + c, c < count  # [C] sites
-    q = columns_of(query_rows(q_hi, t, ours, k, h, H, K, R))  # [S, W1, C]
+    q = transposed(query_rows(q_hi, t, ours, k, h, H, K, R))  # [S, W1, C]
     if SPLIT:
-        q_low = columns_of(query_rows(q_lo, t, ours, k, h, H, K, R))
+        q_low = transposed(query_rows(q_lo, t, ours, k, h, H, K, R))
     if W2 > 0:
-        q2 = columns_of(query_rows(q_hi, t, ours, k2, h, H, K, R))  # [S, W2, C]
+        q2 = transposed(query_rows(q_hi, t, ours, k2, h, H, K, R))  # [S, W2, C]
         if SPLIT:
-            q2_low = columns_of(query_rows(q_lo, t, ours, k2, h, H, K, R))
+            q2_low = transposed(query_rows(q_lo, t, ours, k2, h, H, K, R))
     for i in range(tl.program_id(0) * TOKENS, tl.minimum(tl.program_id(0) * TOKENS + TOKENS, tokens)):
         token = tl.full([], i, tl.int64)
         m, l = tl.full([C], float("-inf"), tl.float32), tl.zeros([C], tl.float32)
@@ -231,13 +232,13 @@ def ahead_kernel(bank, inv_rho, q_hi, q_lo, mix, lse, finished, site, count, n, 
             w_hi = w.to(v.dtype)
             w_lo = tl.broadcast_to((w - w_hi.to(tl.float32)).to(v.dtype)[None], S, N, C)
             w_hi = tl.broadcast_to(w_hi[None], S, N, C)
-            acc = dot(columns_of(v), w_hi, acc * old[None, None, :])  # [S, W1, C]
+            acc = dot(transposed(v), w_hi, acc * old[None, None, :])  # [S, W1, C]
             if SPLIT:
-                acc = dot(columns_of(v), w_lo, acc)
+                acc = dot(transposed(v), w_lo, acc)
             if W2 > 0:
-                acc2 = dot(columns_of(v2), w_hi, acc2 * old[None, None, :])  # [S, W2, C]
+                acc2 = dot(transposed(v2), w_hi, acc2 * old[None, None, :])  # [S, W2, C]
                 if SPLIT:
-                    acc2 = dot(columns_of(v2), w_lo, acc2)
+                    acc2 = dot(transposed(v2), w_lo, acc2)
             m = top
         row = t.to(tl.int64) * tokens + token
         store_rows(mix, row, ours, k, h, d, K, acc / l[None, None, :])
@@ -322,11 +323,11 @@ def pull_ahead_kernel(bank, inv_rho, query, grad, lse, D, finished, partial, par
     ours = c < count
     slot = tl.load(finished + p0 + c, ours, 0).to(tl.int64)  # [C]
     row = slot * tokens + token
-    v = columns_of(head_rows(bank, row, ours, k, h, d, K))  # [S, W1, C]
+    v = transposed(head_rows(bank, row, ours, k, h, d, K))  # [S, W1, C]
     r = tl.load(inv_rho + row * H + h, ours, 0.0)
     dv, dc = tl.zeros([S, W1, C], tl.float32), tl.zeros([C], tl.float32)
     if W2 > 0:
-        v2, dv2 = columns_of(head_rows(bank, row, ours, k2, h, d, K)), tl.zeros([S, W2, C], tl.float32)  # [S, W2, C]
+        v2, dv2 = transposed(head_rows(bank, row, ours, k2, h, d, K)), tl.zeros([S, W2, C], tl.float32)  # [S, W2, C]
     out = ((slot - slot0) * H + h) * tokens + token
     for first in range(t0, t1, N):
         t = first + tl.arange(0, N)  # [N] sites
@@ -348,11 +349,11 @@ def pull_ahead_kernel(bank, inv_rho, query, grad, lse, D, finished, partial, par
         dz = (dz * r[None, :]).to(g.dtype)
         tl.store(dz_out + out[None, :] * columns + (t - slot0)[:, None], dz, ours[None, :] & seen[:, None])
         w, dz = tl.broadcast_to(w.to(g.dtype)[None], S, N, C), tl.broadcast_to(dz[None], S, N, C)
-        dv = dot(columns_of(g), w, dv)  # [S, W1, C]
-        dv = dot(columns_of(q), dz, dv)
+        dv = dot(transposed(g), w, dv)  # [S, W1, C]
+        dv = dot(transposed(q), dz, dv)
         if W2 > 0:
-            dv2 = dot(columns_of(g2), w, dv2)  # [S, W2, C]
-            dv2 = dot(columns_of(q2), dz, dv2)
+            dv2 = dot(transposed(g2), w, dv2)  # [S, W2, C]
+            dv2 = dot(transposed(q2), dz, dv2)
     row = (slot - slot0) * tokens + token
     store_rows(partial, row, ours, k, h, d, K, dv)
     if W2 > 0:
@@ -361,7 +362,7 @@ def pull_ahead_kernel(bank, inv_rho, query, grad, lse, D, finished, partial, par
 
 
 @triton.jit
-def site_of(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP: tl.constexpr):  # what a slot pulls from
+def load_site(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP: tl.constexpr):  # g, q, lse, D of site t
     row, heads = tl.full([], t, tl.int64) * tokens + token, tl.arange(0, HP)
     g = tl.load(mix + row * d + cols, inside, 0.0).to(tl.float32)  # [HP, KP]
     q = tl.load(query + t * H * R + qcols, is_key, 0.0)  # [HP, KP]
@@ -395,7 +396,7 @@ def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, parti
         z, ax = tl.reduce((q * v, a * o), 1, add2)  # [HP]
         g = ((a - o * (tl.sum(ax, 0) / d)) * scale).to(mix.dtype.element_ty)
         gv, Dt = tl.reduce((g.to(tl.float32) * v, g.to(tl.float32) * o), 1, add2)
-        Dt /= scale
+        Dt /= scale  # mix = rms x
     else:
         z, gv, Dt = tl.reduce((q * v, g.to(tl.float32) * v, g.to(tl.float32) * o), 1, add3)
     tl.store(mix + here * d + cols, g, inside)
@@ -410,10 +411,10 @@ def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, parti
     tl.store(out + site, dz * r, heads < H)
     if LATER:
         for t in range(site + 1, last, 1 + TWO):
-            g, q, s, Dt = site_of(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
+            g, q, s, Dt = load_site(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
             if TWO:
                 other = tl.minimum(t + 1, last - 1)  # the last one may be alone: then its weight is zero
-                g2, q2, s2, Dt2 = site_of(other, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
+                g2, q2, s2, Dt2 = load_site(other, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
                 z, gv, z2, gv2 = tl.reduce((q * v, g * v, q2 * v, g2 * v), 1, add4)
                 z2 *= r
                 w = tl.where(t + 1 < last, tl.exp(z2 - s2), 0.0)
@@ -472,10 +473,10 @@ def dq_kernel(dz, bank, is_finished, dquery, slot0, slots, last, tokens, columns
 
 def check(x, query, norm):
     H, R = query.shape[-2:]
-    d = x.shape[-1]
+    d = x.shape[-1] if x.dim() else 0
     if norm not in ("full", "slice"):
         raise ValueError(f"norm is full or slice, not {norm!r}")
-    if d % H or not 0 < R <= d // H:
+    if not H or d % H or not 0 < R <= d // H:
         raise ValueError(f"query [{H}, {R}] does not fit sources of width {d}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"sources must be float32, bfloat16 or float16, not {x.dtype}")
@@ -558,8 +559,8 @@ def route(sources, query, *, norm="full", eps=1e-6):
     sources: list of n tensors [..., d], or one tensor [n, ..., d];  query: [H, R], the key gain already multiplied in.
     Returns mix [..., d] in the sources' dtype. Raises ValueError if the shapes do not fit."""
     stacked = isinstance(sources, torch.Tensor)
-    if query.dim() != 2 or not len(sources) or (not stacked and any(v.shape != sources[0].shape for v in sources)):
-        raise ValueError("route() takes a query [H, R] and one or more sources of one shape")
+    if query.dim() != 2 or not len(sources) or any((v.shape, v.dtype) != (sources[0].shape, sources[0].dtype) for v in sources):
+        raise ValueError("route() takes a query [H, R] and one or more sources of one shape and dtype")
     check(sources[0], query, norm)
     return Route.apply(query, norm, eps, stacked, *([sources] if stacked else sources))
 
@@ -568,7 +569,7 @@ def route(sources, query, *, norm="full", eps=1e-6):
 # The bank.
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def on_device(lists, device):  # kept, so that a forward pass copies nothing from the host (and CUDA graphs hold)
     return [torch.tensor(values, dtype=torch.int32, device=device) for values in lists]
 
@@ -579,7 +580,7 @@ class Slots:
     def __init__(self, x, query, ends, norm, eps, prenorm):
         check(x, query, norm)
         self.sites, self.eps, self.prenorm, self.shape = len(query), eps, prenorm, Shape(x, query, norm)
-        M, s, ends = self.sites - 1, self.shape, sorted(set(ends))
+        M, s, ends = self.sites - 1, self.shape, sorted({operator.index(e) for e in ends})
         if any(not 0 < e <= M for e in ends):
             raise ValueError(f"block ends must lie in 1..{M}")
         seen, self.is_end = [0, *ends], [i in (0, *ends) for i in range(M + 1)]
@@ -598,7 +599,7 @@ class Slots:
         self.bank = new(M + 1, s.tokens, s.d, dtype=x.dtype)
         self.inv_rho, self.lse = new(M + 1, s.tokens, s.H), new(M + 1, s.tokens, s.H)
         self.mix = new(M + 1, s.tokens, s.d, dtype=x.dtype)
-        self.inv_rms = new(M + 1, s.tokens) if prenorm else self.lse
+        self.inv_rms = new(M + 1, s.tokens) if prenorm else self.lse  # not read then: the kernel needs some pointer
         self.new, self.reads, self.top, self.dy, self.paired = new, 0, None, None, 0
 
     def read(self, t, y):
@@ -615,7 +616,8 @@ class Slots:
             y, self.bank, self.inv_rho, self.q, self.mix, self.lse, self.inv_rms, self.finished, t, old, self.before[t],
             s.tokens, self.eps, **s.sizes, ADD=t > 0 and not self.is_end[t - 1], AHEAD=old > 0, PAIR=pair, NORM=self.prenorm, **s.read)
         self.reads = t + 1
-        return self.mix[t].view(y.shape)
+        # A tensor with a version counter of its own, not a view: autograd then knows when backward has overwritten this mix.
+        return self.mix.new_empty(0).set_(self.mix.untyped_storage(), t * self.mix.stride(0), y.shape, y.contiguous().stride())
 
     def pull(self, t, grad):
         """Backward of read(t, y): the gradient of y."""
@@ -624,7 +626,7 @@ class Slots:
             self.top, self.D = t + 1, new(self.sites, s.tokens, s.H)
             self.dq = torch.zeros(s.splits, self.sites, s.H, s.R, dtype=torch.float32, device=self.bank.device)
         b = min(b, self.top)
-        columns = triton.cdiv(self.top - a, 16) * 16
+        columns = triton.cdiv(self.top - a, 16) * 16  # sites of dz, padded to tiles of 16
         p, count = self.before[a], self.before[b] - self.before[a]
         count -= count % 8 == 1  # a ninth slot would need a second pass over the later sites: it pulls from them itself
         ahead = s.chunked and self.top > b and count > 1
@@ -636,7 +638,7 @@ class Slots:
                     self.bank, self.inv_rho, self.q_hi, self.mix, self.lse, self.D, self.finished, self.partial,
                     self.partial_c, self.dz, a, p, count, b, self.top, s.tokens, columns, **s.sizes, **s.pull_ahead)
             else:
-                self.partial = self.partial_c = self.D
+                self.partial = self.partial_c = self.D  # not read
         dy = new(s.tokens, s.d, dtype=self.bank.dtype)
         pulled = ahead and self.is_end[t] and self.before[t] < p + count
         last = b if pulled else self.top if self.is_end[t] else t + 1
@@ -666,7 +668,9 @@ class Read(torch.autograd.Function):
         ctx.slots, ctx.t, ctx.size = slots, t, y.shape
         ctx.query = None if query is None else query.dtype
         ctx.set_materialize_grads(False)
-        return slots.read(t, y.contiguous()), order.new_empty(0)
+        mix = slots.read(t, y.contiguous())
+        ctx.mix = mix.detach()  # the same version counter, without a cycle of references
+        return mix, order.new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -677,6 +681,7 @@ class Read(torch.autograd.Function):
             raise RuntimeError("a Bank's backward can run only once: it overwrites the mixes with their gradients")
         grad = slots.bank.new_zeros(ctx.size) if grad is None else grad.contiguous()  # None: an output that nothing uses
         dy = slots.pull(t, grad)
+        torch.autograd.graph.increment_version(ctx.mix)
         slots.next = t - 1, task
         dquery = slots.dq.sum(0).to(ctx.query) if ctx.query is not None else None
         return grad.new_empty(0), dy.view(ctx.size), dquery, None, None
@@ -695,8 +700,9 @@ class Bank:
     every y and, for all sites at once, to query. With prenorm, every read is mix / sqrt(mean mix^2 + eps): the sublayer's RMSNorm
     but for its gain, which the maps that follow can take into their weights.
 
-    Memory: two tensors [M+1, tokens, d] (slots, and mixes that backward replaces by gradients), so a mix belongs to the bank: use
-    it before backward has passed its site. Backward runs once, first order only (RuntimeError otherwise)."""
+    Memory: two tensors [M+1, tokens, d] (slots, and mixes that backward replaces by gradients), so a mix belongs to the bank: clone it
+    to keep it. Raises RuntimeError if a mix is differentiated after backward has passed its site (backward runs once, first order
+    only), ValueError if shapes do not fit or read and write are out of order."""
 
     @torch.compiler.disable
     def __init__(self, x, query, ends, *, norm="full", eps=1e-6, prenorm=False):

@@ -109,6 +109,7 @@ class GPTConfig:
                        "lr": name not in ("heads", "headwise")}.get(self.route, False)
             hint = "; low-rank multi-head is route=mhar with rank" if (self.route, name) in (("lr", "heads"), ("attnres", "rank")) else ""
             check(allowed or not given, f"route={self.route} takes no {name}{hint}")
+        check(self.route in DEPTH_ROUTES or self.kernel != "triton", f"route={self.route} has no kernels: use kernel=auto")
         if self.route not in DEPTH_ROUTES:
             return
         check(0 < self.H, f"heads must be positive, not {self.H}")
@@ -346,14 +347,14 @@ class Depth:
         self.kernel = kernels(config.kernel, x.device.type) if fused else None
         self.bank, self.normed = None, False
         if self.kernel and not config.headwise:
-            self.normed = self.fuse_norm
+            self.normed = self.fuse_norm and torch.is_grad_enabled()  # costs a scaled copy of the weights: not for one token
             self.bank = self.kernel.Bank(x, self.query, config.ends, norm=config.norm, eps=config.norm_eps, prenorm=self.normed)
 
-    def mix(self, t, query):
+    def mix(self, t, sources, query):
         args = dict(norm=self.config.norm, eps=self.config.norm_eps)
         if self.kernel:
-            return self.kernel.route(self.sources, query, **args)
-        mix, weights = route(self.sources, query, keys=self.keys, **args)
+            return self.kernel.route(sources, query, **args)
+        mix, weights = route(sources, query, keys=self.keys, **args)
         if Depth.watched is not None:
             Depth.watched.append((t, weights))
         return mix
@@ -362,8 +363,9 @@ class Depth:
         if self.bank:
             return self.bank.read(t)
         if self.config.headwise and t % 2 == 0 and t < self.config.M:
-            return torch.stack([self.mix(t, query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
-        return self.mix(t, self.query[t])
+            sources = torch.stack(self.sources) if self.kernel else self.sources  # once for all groups
+            return torch.stack([self.mix(t, sources, query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
+        return self.mix(t, self.sources, self.query[t])
 
     def write(self, y, hidden):
         if self.bank:
@@ -634,7 +636,8 @@ class GPT(nn.Module):
         x = self.hidden(idx, docs)
         if targets is None:
             return self.head(x)
-        return LinearCrossEntropy.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), self.z_loss)
+        weight = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # else its gradient would be formed
+        return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.z_loss)
 
     def compile_parts(self):
         """torch.compile for the sublayers: one compilation for each of the two kinds, whatever the depth. The reads between them and
@@ -687,11 +690,14 @@ def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False):
     """A run's model, ready to use, and its config.json as a dict; ema: with the moving average of its weights. Raises ValueError
     with one line if there is none."""
     run, file = read_config(folder), Path(folder, checkpoint)
-    model = GPT(GPTConfig(**run["model"] | {"kernel": "auto"}))  # this may be another machine
+    kernel = "torch" if run["model"].get("kernel") == "torch" else "auto"  # this may be another machine
+    model = GPT(GPTConfig(**run["model"] | {"kernel": kernel}))
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         if ema:
+            if not state["ema"]:
+                raise ValueError("it has no moving average of the weights")
             for name, p in model.named_parameters():
                 p.data.copy_(state["ema"][name])
     except FileNotFoundError:
@@ -715,8 +721,8 @@ def read_config(folder):
 
 
 def clip_gradients(parameters, limit):
-    """Scales the gradients so that their norm over all parameters is at most limit, as torch's clip_grad_norm_ does, and returns
-    the norm, in fp32. That one multiplies bf16 gradients by an fp32 factor, which is a slow kernel for each of them."""
+    """Scales the gradients so that their norm over all parameters is at most limit, up to the rounding of the factor to their dtype, and
+    returns the norm before, in fp32. (torch's clip_grad_norm_ multiplies bf16 gradients by an fp32 factor: a slow kernel for each.)"""
     groups = {}  # one kernel for all tensors of a dtype
     for p in parameters:
         if p.grad is not None:

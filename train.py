@@ -75,7 +75,7 @@ class TrainConfig:
 
 _mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, param_dtype="bfloat16",
              eval_every=500, eval_tokens=1_048_576, save_every=1000)
-_lr = dict(_mhar, seq=2048, batch=128, steps=76_294, optimizer="muon", lr=3e-4, z_loss=1e-5, schedule="linear", warmup=2000, doc_mask=True)
+_lr = dict(_mhar, param_dtype="float32", seq=2048, batch=128, steps=76_294, optimizer="muon", lr=3e-4, z_loss=1e-5, schedule="linear", warmup=2000, doc_mask=True)
 RECIPES = {
     "nano": dict(),
     "100m": dict(_mhar, seq=2048, batch=64),
@@ -101,6 +101,8 @@ def configure(flags):
         run = read_config(flags["resume"])
         old = {f.name: f.default for f in dataclasses.fields(TrainConfig)} | run["model"] | run["train"]
         for name, value in flags.items():
+            if name in ("data", "init_from"):
+                value = relative(value)
             if name not in MAY_CHANGE and value != old[name]:
                 changeable = ", ".join(sorted(MAY_CHANGE - {"resume"}))
                 fail(f"--{name}={value} does not fit {flags['resume']} ({old[name]}); only these may change: {changeable}")
@@ -166,6 +168,10 @@ def learning_rate(step, c):
     return c.min_lr + (c.lr - c.min_lr) * share
 
 
+def relative(path):
+    return os.path.relpath(path) if path and os.path.isabs(path) else path
+
+
 def may_restart():
     """Whether torchrun has --max_restarts: then all ranks start again if one dies, and go on with --out. (Each node has its own count of
     restarts, so that is not asked.)"""
@@ -211,7 +217,7 @@ def link(old, new):
 def main():
     flags = parse_flags(TrainConfig, GPTConfig)
     if may_restart() and "out" in flags and any(Path(flags["out"]).glob("ckpt*")):
-        flags = {name: value for name, value in flags.items() if name in MAY_CHANGE} | {"resume": flags["out"]}
+        flags["resume"] = flags.pop("out")
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's characters
     try:
         train(*configure(flags), vocab_given="vocab_size" in flags)
@@ -278,7 +284,7 @@ def train(model_config, c, vocab_given=False):
         fail(f"{folder} is not the data that {c.resume} was trained on")
     torch.manual_seed(c.seed)
     model = GPT(model_config, dtype, c.z_loss)
-    if c.init_from:
+    if c.init_from and not c.resume:
         take_weights(model, c.init_from)
     model = model.cast_parameters(getattr(torch, c.param_dtype)).to(device)
     model.recompute = c.recompute
@@ -325,7 +331,8 @@ def train(model_config, c, vocab_given=False):
         count = model.num_params()
         config = {
             "recipe": {"of": PAPERS.get(c.size, "MHAR, arXiv 2607.27230"), "changed": changed_from_recipe(c)},
-            "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {"out": None, "resume": None, "eval_only": False, "data": os.path.relpath(c.data) if os.path.isabs(c.data) else c.data},
+            "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {
+                "out": None, "resume": None, "eval_only": False, "data": relative(c.data), "init_from": relative(c.init_from)},
             "data": data,
             "parameters": count, "flops_per_token": flops, "ranks": world,
             "device": torch.cuda.get_device_name() if cuda else platform.processor() or device.type,
@@ -401,13 +408,17 @@ def train(model_config, c, vocab_given=False):
     @contextmanager
     def averaged():
         """With the moving average as the model's weights."""
+        def put(values):
+            with torch.no_grad():
+                for p, value in zip(params.values(), values):
+                    p.copy_(value)
+            if c.fsdp:
+                model.reshard()  # what was gathered before is not used again
+
         kept = [p.detach().clone() for p in params.values()]
-        with torch.no_grad():
-            for name, p in params.items():
-                p.copy_(ema[name])
-            yield
-            for p, old in zip(params.values(), kept):
-                p.copy_(old)
+        put(ema.values())
+        yield
+        put(kept)
 
     def evaluations():
         results = {"val_loss": evaluate()}
@@ -415,9 +426,9 @@ def train(model_config, c, vocab_given=False):
             with averaged():
                 results["val_loss_ema"] = evaluate()
         if c.log_routing and model_config.route in DEPTH_ROUTES:
-            results["routing_entropy"] = routing_entropy(model, to_device(val_data.window(0)[None, :-1]))
+            results["routing_entropy"] = routing_entropy(lambda: loss_of(model, to_device(val_data.window(0)[None])))
         if not math.isfinite(results["val_loss"]):
-            sys.exit(f"step {step}: validation loss {results['val_loss']}; the run stops, its last checkpoint stays as it was: {out}")
+            sys.exit(f"step {step}: validation loss {results['val_loss']}; the run stops, what {out} has saved stays as it was")
         return results
 
     if c.eval_only:
@@ -463,8 +474,7 @@ def train(model_config, c, vocab_given=False):
             rows = to_device(train_data.batch(step + 1, c.batch, c.seed, share))
         loss, signals, grad_norm = torch.cat([total, grad_norm.view(1)]).tolist()  # the step's one synchronization
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; "
-                     f"the run stops, its last checkpoint stays as it was: {out}")
+            sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the run stops, what {out} has saved stays as it was")
         step += 1
         seconds = time.time() - t0
         signals = signals if world > 1 else len(stop)
@@ -500,6 +510,8 @@ def train(model_config, c, vocab_given=False):
     if c.fsdp:
         save_weights("ckpt.pt")
     if master:
+        for s in (signal.SIGTERM, signal.SIGINT):  # all is saved
+            signal.signal(s, signal.SIG_DFL)
         norms = [json.loads(line)["grad_norm"] for line in log_file.read_text().splitlines()]
         mean = sum(norms) / len(norms)
         print(f"gradient norm: mean {mean:.3f}, variance {sum((norm - mean) ** 2 for norm in norms) / len(norms):.4f}, "
@@ -516,6 +528,8 @@ def train(model_config, c, vocab_given=False):
 def take_weights(model, folder):
     """The weights of another run's newest checkpoint; parameters of the router that one of the two lacks stay as they are."""
     source, _ = load_run(folder)
+    if model.config.tied and not source.config.tied:
+        raise ValueError(f"{folder} has a head of its own: leave out --tied")
     try:
         missing, unexpected = model.load_state_dict(source.state_dict(), strict=False)
     except RuntimeError as e:
@@ -526,11 +540,11 @@ def take_weights(model, folder):
 
 
 @torch.no_grad()
-def routing_entropy(model, idx):
-    """Mean entropy of each read's weights over tokens and heads, in nats, sites 1 .. M."""
+def routing_entropy(run):
+    """Mean entropy of each read's weights over tokens and heads, in nats, sites 1 .. M, of the model that run() runs."""
     entropy = {}
     with watch_routing() as reads:
-        model(idx)
+        run()
     for t, weights in reads:
         entropy.setdefault(t, []).append(-torch.xlogy(weights, weights).sum(0).mean().item())
     return [round(sum(values) / len(values), 4) for t, values in sorted(entropy.items()) if t > 0]
