@@ -33,7 +33,8 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 8  # the least number of sites that read the older slots together; tiles for tensor cores have 8 of them
+CHUNK = 8  # the least number of sites that read the older slots together
+TILE = 8  # sites or slots of a tile for tensor cores, whose products have a side as short as that
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -48,14 +49,6 @@ def head_tile(H, K, R, HP: tl.constexpr, KP: tl.constexpr):
     inside = (h < H) & (k < K)
     is_key = inside & (k >= K - R)
     return h * K + k, inside, h * R + k - (K - R), is_key  # offsets in v, mask, offsets in query, mask
-
-
-@triton.jit
-def inverse_rho(v, is_key, d, R, eps, FULL: tl.constexpr):  # v [HP, KP] -> [HP]
-    if FULL:
-        return tl.zeros([v.shape[0]], tl.float32) + tl.rsqrt(tl.sum(tl.sum(v * v, 1), 0) / d + eps)
-    else:
-        return tl.rsqrt(tl.sum(tl.where(is_key, v * v, 0.0), 1) / R + eps)
 
 
 @triton.jit
@@ -84,6 +77,20 @@ def add4(a, b, c, d, e, f, g, h):
     return a + e, b + f, c + g, d + h
 
 
+@triton.jit
+def logit(q, v, is_key, d, R, eps, FULL: tl.constexpr):  # q, v [HP, KP] -> z = <q, key> / rho and 1 / rho, [HP]
+    z, square = tl.reduce((q * v, v * v if FULL else tl.where(is_key, v * v, 0.0)), 1, add2)
+    r = tl.rsqrt((tl.zeros([v.shape[0]], tl.float32) + tl.sum(square, 0)) / d + eps) if FULL else tl.rsqrt(square / R + eps)
+    return z * r, r
+
+
+@triton.jit
+def merge(m, l, acc, z, v):  # one more source: m' = max(m, z), l' = l e^(m - m') + e^(z - m'), acc' = acc e^(m - m') + e^(z - m') v
+    top = tl.maximum(m, z)
+    old, new = tl.exp(m - top), tl.exp(z - top)
+    return top, l * old + new, acc * old[:, None] + v * new[:, None]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The stateless read: one program a token, all sources in one pass, online softmax. Backward pushes: one pass that reads
 # every source once more and writes its gradient. A program takes several tokens there and sums its own dquery.
@@ -92,7 +99,7 @@ def add4(a, b, c, d, e, f, g, h):
 @triton.jit
 def route_kernel(source, query, mix, lse, inv_rho, n, tokens, eps, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
                  FULL: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
-    #  m' = max(m, z)      l = l e^(m - m') + e^(z - m')      acc = acc e^(m - m') + e^(z - m') v      mix = acc / l
+    # merge() for every source, then mix = acc / l and lse = m + log l.
     token = tl.program_id(0).to(tl.int64)
     cols, inside, qcols, is_key = head_tile(H, K, R, HP, KP)
     heads = tl.arange(0, HP)
@@ -100,12 +107,9 @@ def route_kernel(source, query, mix, lse, inv_rho, n, tokens, eps, d: tl.constex
     m, l, acc = tl.full([HP], float("-inf"), tl.float32), tl.zeros([HP], tl.float32), tl.zeros([HP, KP], tl.float32)
     for i in range(n):
         v = tl.load(source + (i * tokens + token) * d + cols, inside, 0.0).to(tl.float32)  # [HP, KP]
-        r = inverse_rho(v, is_key, d, R, eps, FULL)
+        z, r = logit(q, v, is_key, d, R, eps, FULL)
         tl.store(inv_rho + (i * tokens + token) * H + heads, r, heads < H)
-        z = tl.sum(q * v, 1) * r
-        top = tl.maximum(m, z)
-        old, new = tl.exp(m - top), tl.exp(z - top)
-        m, l, acc = top, l * old + new, acc * old[:, None] + v * new[:, None]
+        m, l, acc = merge(m, l, acc, z, v)
     tl.store(mix + token * d + cols, acc / l[:, None], inside)
     tl.store(lse + token * H + heads, m + tl.log(l), heads < H)
 
@@ -259,14 +263,11 @@ def read_kernel(y, bank, inv_rho, query, mix, lse, inv_rms, finished, site, p0, 
     v = v.to(bank.dtype.element_ty)
     tl.store(bank + here * d + cols, v, inside)
     v = v.to(tl.float32)
-    z, norm2 = tl.reduce((q * v, v * v if FULL else tl.where(is_key, v * v, 0.0)), 1, add2)
-    r = tl.rsqrt((tl.zeros([HP], tl.float32) + tl.sum(norm2, 0)) / d + eps) if FULL else tl.rsqrt(norm2 / R + eps)  # [HP]
+    z, r = logit(q, v, is_key, d, R, eps, FULL)
     tl.store(inv_rho + here * H + heads, r, heads < H)
-    m, l, acc = z * r, tl.full([HP], 1.0, tl.float32), v
+    m, l, acc = z, tl.full([HP], 1.0, tl.float32), v
     if AHEAD:
-        top = tl.maximum(m, s)
-        old, new = tl.exp(m - top), tl.exp(s - top)
-        m, l, acc = top, old + new, acc * old[:, None] + older * new[:, None]
+        m, l, acc = merge(m, l, acc, s, older)
     if PAIR:
         q2 = tl.load(query + (site + 1) * H * R + qcols, is_key, 0.0)
         m2, l2, acc2 = tl.full([HP], float("-inf"), tl.float32), tl.zeros([HP], tl.float32), tl.zeros([HP, KP], tl.float32)
@@ -276,14 +277,10 @@ def read_kernel(y, bank, inv_rho, query, mix, lse, inv_rms, finished, site, p0, 
         r = tl.load(inv_rho + row * H + heads, heads < H, 0.0)
         if PAIR:
             z, z2 = tl.reduce((q * v, q2 * v), 1, add2)
-            top = tl.maximum(m2, z2 * r)
-            old, new = tl.exp(m2 - top), tl.exp(z2 * r - top)
-            m2, l2, acc2 = top, l2 * old + new, acc2 * old[:, None] + v * new[:, None]
+            m2, l2, acc2 = merge(m2, l2, acc2, z2 * r, v)
         else:
             z = tl.sum(q * v, 1)
-        top = tl.maximum(m, z * r)
-        old, new = tl.exp(m - top), tl.exp(z * r - top)
-        m, l, acc = top, l * old + new, acc * old[:, None] + v * new[:, None]
+        m, l, acc = merge(m, l, acc, z * r, v)
     if PAIR:
         tl.store(mix + (here + tokens) * d + cols, acc2 / l2[:, None], inside)
         tl.store(lse + (here + tokens) * H + heads, m2 + tl.log(l2), heads < H)
@@ -358,6 +355,13 @@ def load_site(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens,
     return g, q, tl.load(lse + row * H + heads, heads < H, 0.0), tl.load(D + row * H + heads, heads < H, 0.0)  # [HP]
 
 
+@triton.jit
+def pull_from(dv, c, z, gv, g, q, s, Dt, r):  # one more site: dv [HP, KP] and c [HP] with it, and its dz / rho [HP]
+    w = tl.exp(z * r - s)
+    dz = w * (gv - Dt)
+    return dv + (w[:, None] * g + (dz * r)[:, None] * q), c + dz * (z * r), dz * r
+
+
 @triton.jit(do_not_specialize=["site", "slot0", "last"])
 def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, partial_c, dy_next, dy, dz_out, site, slot0, last,
                 tokens, columns, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
@@ -367,7 +371,7 @@ def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, parti
     # pre-norm (NORM) the gradient a of x = mix / rms arrives, and g = (a - x mean(a x)) / rms. Then slot `site` pulls from its
     # own site, from the sites up to last - 1 if there are any (LATER; TWO at a time: more loads in flight), and takes over what
     # was pulled for the group (AHEAD); inside a block, slot site + 1 contains this one, so dy_next is added (INSIDE).
-    # dz_out [slots of the group, H, tokens, columns], columns counted from slot0.
+    # dz_out [slots of the group, H, tokens, columns] gets dz / rho, columns counted from slot0.
     token = tl.program_id(0).to(tl.int64)
     cols, inside, qcols, is_key = head_tile(H, K, R, HP, KP)
     heads = tl.arange(0, HP)
@@ -391,34 +395,22 @@ def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, parti
     tl.store(mix + here * d + cols, g, inside)
     tl.store(D + here * H + heads, Dt, heads < H)
     g = g.to(tl.float32)
-    z *= r
-    w = tl.exp(z - s)
-    dz = w * (gv - Dt)
-    dv = w[:, None] * g + (dz * r)[:, None] * q
-    c = dz * z
+    dv, c, dz = pull_from(tl.zeros([HP, KP], tl.float32), tl.zeros([HP], tl.float32), z, gv, g, q, s, Dt, r)
     out = dz_out + (((site - slot0) * H + heads) * tokens + token) * columns - slot0
-    tl.store(out + site, dz * r, heads < H)
+    tl.store(out + site, dz, heads < H)
     if LATER:
         for t in range(site + 1, last, 1 + TWO):
             g, q, s, Dt = load_site(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
             if TWO:
-                other = tl.minimum(t + 1, last - 1)  # the last one may be alone: then its weight is zero
+                other = tl.minimum(t + 1, last - 1)  # the last one may be alone: then lse = inf, and the other's weight is zero
                 g2, q2, s2, Dt2 = load_site(other, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
                 z, gv, z2, gv2 = tl.reduce((q * v, g * v, q2 * v, g2 * v), 1, add4)
-                z2 *= r
-                w = tl.where(t + 1 < last, tl.exp(z2 - s2), 0.0)
-                dz = w * (gv2 - Dt2)
-                dv += w[:, None] * g2 + (dz * r)[:, None] * q2
-                c += dz * z2
-                tl.store(out + t + 1, dz * r, heads < tl.where(t + 1 < last, H, 0))
+                dv, c, dz = pull_from(dv, c, z2, gv2, g2, q2, tl.where(t + 1 < last, s2, float("inf")), Dt2, r)
+                tl.store(out + t + 1, dz, heads < tl.where(t + 1 < last, H, 0))
             else:
                 z, gv = tl.reduce((q * v, g * v), 1, add2)
-            z *= r
-            w = tl.exp(z - s)
-            dz = w * (gv - Dt)
-            dv += w[:, None] * g + (dz * r)[:, None] * q
-            c += dz * z
-            tl.store(out + t, dz * r, heads < H)
+            dv, c, dz = pull_from(dv, c, z, gv, g, q, s, Dt, r)
+            tl.store(out + t, dz, heads < H)
     if AHEAD:
         dv += tl.load(partial + token * d + cols, inside, 0.0).to(tl.float32)
         c += tl.load(partial_c + token * H + heads, heads < H, 0.0)
@@ -493,7 +485,7 @@ class Shape:
         K1 = max(16, KP if KP == self.K else KP // 2)
         S = max(1, K1 // 256)
         W1, W2 = K1 // S, max(16, triton.next_power_of_2(triton.cdiv(self.K - K1, S))) if self.K > K1 else 0
-        tiles = dict(C=8, N=16, S=S, W1=W1, W2=W2, num_warps=S, num_stages=1)
+        tiles = dict(C=TILE, N=16, S=S, W1=W1, W2=W2, num_warps=S, num_stages=1)
         self.ahead = tiles | dict(maxnreg=128 if W1 <= 128 else None, SPLIT=x.dtype != torch.float32)
         self.pull_ahead = tiles | dict(maxnreg=168 if W1 + W2 <= 128 else None)
         self.together = 4 if self.tokens >= 1024 else 1  # tokens of one ahead_kernel program, which fetches queries once
@@ -587,7 +579,7 @@ class Slots:
         s, (a, b) = self.shape, self.group[t]
         old = self.before[a] if s.chunked and self.before[a] > 2 else 0  # two slots are read as fast by each site
         if t == a and old:
-            ahead_kernel[(triton.cdiv(s.tokens, s.together), s.H, triton.cdiv(b - a, 8))](
+            ahead_kernel[(triton.cdiv(s.tokens, s.together), s.H, triton.cdiv(b - a, TILE))](
                 self.bank, self.inv_rho, self.q_hi, self.q_lo, self.mix, self.lse, self.finished, a, b - a, old,
                 s.tokens, **s.sizes, **s.ahead, TOKENS=s.together)
         old, pair = old or self.paired, not s.chunked and not self.paired and t < self.sites - 1 and self.before[t] > 2
@@ -608,13 +600,13 @@ class Slots:
         b = min(b, self.top)
         columns = triton.cdiv(self.top - a, 16) * 16  # sites of dz, padded to tiles of 16
         p, count = self.before[a], self.before[b] - self.before[a]
-        count -= count % 8 == 1  # a ninth slot would need a second pass over the later sites: it pulls from them itself
+        count -= count % TILE == 1  # a ninth slot would need a second pass over the later sites: it pulls from them itself
         ahead = s.chunked and self.top > b and count > 1
         if t == b - 1:
             self.dz = new(b - a, s.H, s.tokens, columns, dtype=self.bank.dtype)
             if ahead:
                 self.partial, self.partial_c = new(b - a, s.tokens, s.d, dtype=self.bank.dtype), new(b - a, s.tokens, s.H)
-                pull_ahead_kernel[(s.tokens, s.H, triton.cdiv(count, 8))](
+                pull_ahead_kernel[(s.tokens, s.H, triton.cdiv(count, TILE))](
                     self.bank, self.inv_rho, self.q_hi, self.mix, self.lse, self.D, self.finished, self.partial,
                     self.partial_c, self.dz, a, p, count, b, self.top, s.tokens, columns, **s.sizes, **s.pull_ahead)
             else:

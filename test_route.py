@@ -29,6 +29,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernel.py then runs on CPU tensors
 
+import bench
 import model
 import prepare
 import sample
@@ -989,6 +990,67 @@ def test_fused_model(kernel, name):
     assert np.mean(ours) <= max(1.5 * np.mean(theirs), 2.5e-6) and max(ours) <= max(3 * max(theirs), 2.5e-6)
 
 
+def test_fused_generation(kernel):
+    """Cached decoding through the kernels, which leave the norm to the sublayers then, is as without."""
+    net, out = build(dtype=torch.float32, route="mhar", blocks=4).to(DEVICE), []
+    for net.config.kernel in ("triton", "torch"):
+        out.append(torch.stack(list(net.generate(tokens(length=4).to(DEVICE), 5, temperature=0))))
+    assert torch.equal(*out)
+
+
+def test_a_run_is_loaded_with_kernels_that_are_there(tmp_path):
+    for stored, loaded in (("torch", "torch"), ("triton", "auto"), ("auto", "auto")):
+        config = GPTConfig(**SMALL, kernel=stored)
+        (tmp_path / "config.json").write_text(json.dumps({"model": vars(config), "train": {"seq": 8}, "data": {"folder": "x"}}))
+        torch.save({"model": GPT(config).state_dict()}, tmp_path / "ckpt.pt")
+        assert load_run(tmp_path)[0].config.kernel == loaded
+
+
+# The interpreter accepts what the compiler refuses, so the compiler is asked too: every launch of a bank and of a read is compiled
+# for an H100 or H200, which needs no GPU, and not run.
+COMPILE = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+names, done = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", int: "i32", float: "fp32"}, set()
+
+def run(self, *args, grid, warmup, **options):
+    values = dict(zip(self.arg_names, args)) | {k: options.pop(k) for k in list(options) if k in self.arg_names}
+    constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
+    kind = lambda v: names[v.dtype if torch.is_tensor(v) else type(v)]
+    signature = {n: "constexpr" if n in constants else kind(values[n]) for n in self.arg_names}
+    options = {k: v for k, v in options.items() if v is not None}
+    if (key := repr((self.__name__, signature, constants, options))) not in done:
+        done.add(key)
+        source = ASTSource(fn=self, signature=signature, constexprs={(self.arg_names.index(n),): v for n, v in constants.items()})
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+triton.runtime.jit.JITFunction.run = run
+import kernel
+kernel.CHUNK = 3
+M, d, H, R, ends, norm, prenorm, dtype = eval(sys.argv[1])
+x, query = torch.zeros(2, d, dtype=dtype, requires_grad=True), torch.zeros(M + 1, H, R, requires_grad=True)
+bank = kernel.Bank(x, query, ends, norm=norm, prenorm=prenorm)
+for t in range(M):
+    bank.write(bank.read(t) * 2)
+(bank.read(M).sum() + kernel.route([x, x], query[0], norm=norm).sum()).backward()
+print(*sorted({key.split("'")[1] for key in done}))
+"""
+
+
+@pytest.mark.parametrize("case, kinds", [
+    ("8, 1280, 8, 160, range(1, 9), 'full', True, torch.bfloat16", "ahead dq pull_ahead pull read"),
+    ("7, 1536, 1, 384, (2, 4, 5, 7), 'slice', False, torch.bfloat16", "dq pull read"),  # pairs
+    ("8, 512, 1, 512, range(1, 9), 'full', False, torch.float32", "ahead dq pull_ahead pull read")])
+def test_fused_compiles_for_a_gpu(case, kinds):
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE, case], env=environment, cwd=Path(model.__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == sorted(f"{kind}_kernel" for kind in (kinds + " route route_backward").split())
+
+
 # On a GPU only: sizes, bf16, bits, memory, CUDA graphs.
 
 
@@ -1087,6 +1149,30 @@ def test_fused_memory():
 
 
 @gpu
+def test_capture():
+    """A micro batch as a graph: the first replaces the gradients, a second adds to them, with other inputs each time."""
+    net = GPT(GPTConfig(**SMALL)).cuda()
+
+    def backward(idx, first):
+        if first:
+            net.zero_grad()
+        net(idx, idx).backward()
+
+    batches = [tokens(seed, 2).cuda() for seed in (3, 4, 5)]
+    first, pool = model.capture(lambda idx: backward(idx, True), batches[0])
+    more, _ = model.capture(lambda idx: backward(idx, False), batches[0], pool=pool)
+    for a, b in (batches[:2], batches[1:]):
+        first(a), more(b)
+        replayed = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        other = GPT(net.config).cuda()
+        other.load_state_dict(net.state_dict())
+        for batch in (a, b):
+            other(batch, batch).backward()
+        grads = [p.grad for p in other.parameters() if p.grad is not None]
+        assert len(grads) == len(replayed) and all(torch.allclose(x, y, rtol=1e-5, atol=1e-7) for x, y in zip(replayed, grads))
+
+
+@gpu
 def test_fused_cuda_graph():
     """A replay with other inputs gives the bits that eager gives."""
     import kernel
@@ -1126,6 +1212,38 @@ def test_clip_gradients():
         assert math.isclose(model.clip_gradients(params, 1.0).item(), norm, rel_tol=1e-6)
         for p, g, tol in zip(params, grads, (1e-6, 2 ** -7)):
             assert torch.allclose(p.grad.double(), g.double() * min(1, 1 / norm), rtol=tol, atol=0)
+
+
+@pytest.mark.parametrize("flags", [dict(route="mhar", blocks=4), dict(route="mhar", delta=True, blocks=2), dict(route="lr")], ids=str)
+def test_bench_chains(kernel, flags):
+    """What bench.py times gives one result and one gradient, whichever way it is computed."""
+    c = GPTConfig(**SMALL | flags)
+    results = []
+    for implementation, dtype in ((bench.ours, torch.float32), (bench.stateless, torch.float32), (bench.plain, torch.float64)):
+        inputs = [draw(*shape, seed=i).to(dtype).requires_grad_() for i, shape in
+                  enumerate([(3, c.d_model), (c.M + 1, c.H, c.r // c.H), (c.d_model,), (c.M + 1,)])]
+        out = implementation(c)(c, *inputs, [draw(3, c.d_model, seed=10 + t).to(dtype) for t in range(c.M)])
+        kept = out.detach().clone()
+        results.append((kept, *torch.autograd.grad(out, inputs if c.delta else inputs[:2], draw(3, c.d_model, seed=9).to(dtype))))
+    assert all(error(a, b) < 5e-6 for ours in results[:2] for a, b in zip(ours, results[2]))
+
+
+def test_bench_pairs_its_repeats(monkeypatch, capsys):
+    speeds = {"baseline": iter([100.0, 110.0, 120.0]), "mhar": iter([90.0, 88.0, 114.0])}
+    row = lambda config, *_: {"tokens/s": next(speeds[config.route]), "step ms": 1.0, "GiB": 2.0 if config.route == "mhar" else 1.0, "first s": 5.0}
+    monkeypatch.setattr(bench, "train_once", row)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    assert not bench.bench_train(bench.TrainBench())
+    last = capsys.readouterr().out.splitlines()[-1].split()  # ratios 0.9, 0.8, 0.95: mean 0.8833, standard deviation 0.0764
+    assert last[:2] == ["100m", "mhar"] and "0.883" in last and "0.190" in last and "2.000" in last  # 4.303 * 0.0764 / sqrt(3)
+
+
+@pytest.mark.parametrize("command", ["kernel", "train", "error", "kernel --sizes=9b", "nothing", ""])
+def test_bench_without_a_gpu(command):
+    done = subprocess.run([sys.executable, "bench.py", *command.split()], cwd=Path(model.__file__).parent, capture_output=True, text=True,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stderr.count("\n")) == ((2, 1) if command else (0, 0)), done.stderr
 
 
 def test_kernels_are_refused_where_they_cannot_run():

@@ -304,8 +304,7 @@ def train(model_config, c, vocab_given=False):
         picks = [i * val_data.n_windows // n for i in range(n)][rank::world]
         total = torch.zeros(2, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
         for i in range(0, len(picks), micro):
-            rows = prepare.np.stack([val_data.window(p) for p in picks[i:i + micro]])
-            rows = to_device(rows)
+            rows = to_device(prepare.np.stack([val_data.window(p) for p in picks[i:i + micro]]))
             total += torch.stack([loss_of(model, rows).to(total.dtype) * len(rows), total.new_tensor(len(rows))])
         if world > 1:
             dist.all_reduce(total)
