@@ -96,8 +96,11 @@ def merge(m, l, acc, z, v):  # one more source: m' = max(m, z), l' = l e^(m - m'
 # every source once more and writes its gradient. A program takes several tokens there and sums its own dquery.
 
 
+# pieces: a tuple of tensors [m, tokens, d], one for a stacked tensor, n with m = 1 for a list; counts: their m.
+
+
 @triton.jit
-def route_kernel(source, query, mix, lse, inv_rho, n, tokens, eps, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+def route_kernel(pieces, counts, query, out, mix, lse, inv_rho, tokens, eps, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
                  FULL: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
     # merge() for every source, then mix = acc / l and lse = m + log l.
     token = tl.program_id(0).to(tl.int64)
@@ -105,17 +108,21 @@ def route_kernel(source, query, mix, lse, inv_rho, n, tokens, eps, d: tl.constex
     heads = tl.arange(0, HP)
     q = tl.load(query + qcols, is_key, 0.0)  # [HP, KP]
     m, l, acc = tl.full([HP], float("-inf"), tl.float32), tl.zeros([HP], tl.float32), tl.zeros([HP, KP], tl.float32)
-    for i in range(n):
-        v = tl.load(source + (i * tokens + token) * d + cols, inside, 0.0).to(tl.float32)  # [HP, KP]
-        z, r = logit(q, v, is_key, d, R, eps, FULL)
-        tl.store(inv_rho + (i * tokens + token) * H + heads, r, heads < H)
-        m, l, acc = merge(m, l, acc, z, v)
+    at = inv_rho + token * H + heads  # of the first source, then of the next
+    for piece in tl.static_range(len(pieces)):
+        for i in range(counts[piece]):
+            v = tl.load(pieces[piece] + (i * tokens + token) * d + cols, inside, 0.0).to(tl.float32)  # [HP, KP]
+            z, r = logit(q, v, is_key, d, R, eps, FULL)
+            tl.store(at, r, heads < H)
+            at += tokens * H
+            m, l, acc = merge(m, l, acc, z, v)
+    tl.store(out + token * d + cols, acc / l[:, None], inside)
     tl.store(mix + token * d + cols, acc / l[:, None], inside)
     tl.store(lse + token * H + heads, m + tl.log(l), heads < H)
 
 
 @triton.jit
-def route_backward_kernel(source, query, mix, lse, inv_rho, grad, dsource, dquery, n, tokens,
+def route_backward_kernel(pieces, counts, dpieces, query, mix, lse, inv_rho, grad, dquery, tokens,
                           d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
                           FULL: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
     #  w = e^(z - lse)      dz = w (<g, v_i> - <g, mix>)      dv_i = w g + dz q / rho - v_i dz z / (width rho^2)
@@ -123,20 +130,24 @@ def route_backward_kernel(source, query, mix, lse, inv_rho, grad, dsource, dquer
     heads = tl.arange(0, HP)
     q = tl.load(query + qcols, is_key, 0.0)
     dq = tl.zeros([HP, KP], tl.float32)
-    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        at = tl.full([], token, tl.int64)
-        g = tl.load(grad + at * d + cols, inside, 0.0).to(tl.float32)
-        D = tl.sum(g * tl.load(mix + at * d + cols, inside, 0.0), 1)
-        s = tl.load(lse + at * H + heads, heads < H, 0.0)
-        for i in range(n):
-            v = tl.load(source + (i * tokens + at) * d + cols, inside, 0.0).to(tl.float32)
-            r = tl.load(inv_rho + (i * tokens + at) * H + heads, heads < H, 0.0)
-            z = tl.sum(q * v, 1) * r
-            w = tl.where(heads < H, tl.exp(z - s), 0.0)
-            dz = w * (tl.sum(g * v, 1) - D)
-            dq += (dz * r)[:, None] * v
-            dv = w[:, None] * g + (dz * r)[:, None] * q - norm_correction(v, dz * z, r, is_key, d, R, FULL)
-            tl.store(dsource + (i * tokens + at) * d + cols, dv, inside)
+    for n in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        token = tl.full([], n, tl.int64)
+        g = tl.load(grad + token * d + cols, inside, 0.0).to(tl.float32)
+        D = tl.sum(g * tl.load(mix + token * d + cols, inside, 0.0), 1)
+        s = tl.load(lse + token * H + heads, heads < H, 0.0)
+        at = inv_rho + token * H + heads
+        for piece in tl.static_range(len(pieces)):
+            for i in range(counts[piece]):
+                row = (i * tokens + token) * d
+                v = tl.load(pieces[piece] + row + cols, inside, 0.0).to(tl.float32)
+                r = tl.load(at, heads < H, 0.0)
+                at += tokens * H
+                z = tl.sum(q * v, 1) * r
+                w = tl.where(heads < H, tl.exp(z - s), 0.0)
+                dz = w * (tl.sum(g * v, 1) - D)
+                dq += (dz * r)[:, None] * v
+                dv = w[:, None] * g + (dz * r)[:, None] * q - norm_correction(v, dz * z, r, is_key, d, R, FULL)
+                tl.store(dpieces[piece] + row + cols, dv, inside)
     tl.store(dquery + tl.program_id(0) * H * R + qcols, dq, is_key)
 
 
@@ -497,31 +508,40 @@ class Shape:
 
 class Route(torch.autograd.Function):
     @staticmethod
+    def pieces(sources, stacked):
+        if stacked:
+            return [sources[0].contiguous()]
+        if len(sources) > 16:  # the kernels have a copy of their loop for each piece
+            return [torch.stack(sources)]
+        return [v.contiguous()[None] for v in sources]
+
+    @staticmethod
     def forward(ctx, query, norm, eps, stacked, *sources):
-        v = sources[0].contiguous() if stacked else torch.stack(sources)
+        pieces = Route.pieces(sources, stacked)
+        v, counts = pieces[0], tuple(len(piece) for piece in pieces)
         s = ctx.shape = Shape(v[0], query, norm)
         q = query.detach().float().contiguous()
-        mix = torch.empty(v.shape[1:], dtype=torch.float32, device=v.device)
-        lse = torch.empty(s.tokens, s.H, dtype=torch.float32, device=v.device)
-        inv_rho = torch.empty(len(v), s.tokens, s.H, dtype=torch.float32, device=v.device)
+        new = lambda *size: torch.empty(*size, dtype=torch.float32, device=v.device)
+        out, mix, lse, inv_rho = torch.empty_like(v[0]), new(v.shape[1:]), new(s.tokens, s.H), new(sum(counts), s.tokens, s.H)
         if s.tokens:
-            route_kernel[(s.tokens,)](v, q, mix, lse, inv_rho, len(v), s.tokens, eps, **s.sizes, **s.rows)
+            route_kernel[(s.tokens,)](tuple(pieces), counts, q, out, mix, lse, inv_rho, s.tokens, eps, **s.sizes, **s.rows)
         ctx.stacked, ctx.dtype = stacked, query.dtype
-        # The sources are kept, not their stack: they live anyway. The mix in fp32: <g, mix> of a rounded one would cost dquery three digits.
+        # The mix in fp32: <g, mix> of a rounded one would cost dquery three digits.
         ctx.save_for_backward(q, mix, lse, inv_rho, *sources)
-        return mix.to(v.dtype, copy=True)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         q, mix, lse, inv_rho, *sources = ctx.saved_tensors
-        s, v = ctx.shape, sources[0].contiguous() if ctx.stacked else torch.stack(sources)
-        dv = torch.empty_like(v)
-        dq = torch.zeros(s.programs, s.H, s.R, dtype=torch.float32, device=v.device)
+        s, pieces = ctx.shape, Route.pieces(sources, ctx.stacked)
+        dpieces = [torch.empty_like(piece) for piece in pieces]
+        grads = dpieces if ctx.stacked else [dv for piece in dpieces for dv in piece.unbind(0)]
+        dq = torch.zeros(s.programs, s.H, s.R, dtype=torch.float32, device=grad.device)
         if s.tokens:
-            route_backward_kernel[(s.programs,)](v, q, mix, lse, inv_rho, grad.contiguous(), dv, dq, len(v), s.tokens,
-                                                 **s.sizes, **s.rows)
-        return dq.sum(0).to(ctx.dtype), None, None, None, *([dv] if ctx.stacked else dv.unbind(0))
+            route_backward_kernel[(s.programs,)](tuple(pieces), tuple(len(piece) for piece in pieces), tuple(dpieces), q, mix, lse, inv_rho,
+                                                 grad.contiguous(), dq, s.tokens, **s.sizes, **s.rows)
+        return dq.sum(0).to(ctx.dtype), None, None, None, *grads
 
 
 @torch.compiler.disable

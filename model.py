@@ -25,6 +25,7 @@ import math
 import os
 import re
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
@@ -32,6 +33,7 @@ from typing import Literal, get_args, get_type_hints
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The sizes
@@ -319,6 +321,7 @@ class Depth:
     running sum of its block up to sublayer output i; site t reads the slots S(t) = config.slots(t), through route() or the
     fused kernels of kernel.py, whose Bank keeps the slots itself."""
     fuse_norm = True  # the kernels' reads do the sublayer's RMSNorm on the way
+    watched = None  # a list that gets (t, weights) of every read, see watch_routing
 
     @staticmethod
     def init(config):
@@ -340,23 +343,29 @@ class Depth:
         fold = lambda name: router[f"{name}query"] * router[f"{name}gain"] if config.gain else router[f"{name}query"]
         self.query = fold("")  # [M + 1, H, R], a gain only rescales a query
         self.group_query = fold("group_") if config.headwise else None  # [L, KV, d]
-        self.kernel = kernels(config.kernel, x.device.type) if self.keys is None and x.dtype != torch.float64 else None
+        fused = self.keys is None and x.dtype != torch.float64 and Depth.watched is None
+        self.kernel = kernels(config.kernel, x.device.type) if fused else None
         self.bank, self.normed = None, False
         if self.kernel and not config.headwise:
             self.normed = self.fuse_norm and torch.is_grad_enabled()  # costs a scaled copy of the weights: not for one token
             self.bank = self.kernel.Bank(x, self.query, config.ends, norm=config.norm, eps=config.norm_eps, prenorm=self.normed)
 
-    def mix(self, sources, query):
+    def mix(self, t, sources, query):
         args = dict(norm=self.config.norm, eps=self.config.norm_eps)
-        return self.kernel.route(sources, query, **args) if self.kernel else route(sources, query, keys=self.keys, **args)[0]
+        if self.kernel:
+            return self.kernel.route(sources, query, **args)
+        mix, weights = route(sources, query, keys=self.keys, **args)
+        if Depth.watched is not None:
+            Depth.watched.append((t, weights))
+        return mix
 
     def read(self, t):
         if self.bank:
             return self.bank.read(t)
         if self.config.headwise and t % 2 == 0 and t < self.config.M:
             sources = torch.stack(self.sources) if self.kernel else self.sources  # once for all groups
-            return torch.stack([self.mix(sources, query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
-        return self.mix(self.sources, self.query[t])
+            return torch.stack([self.mix(t, sources, query[None]) for query in self.group_query[t // 2]])  # [KV, B, T, d]
+        return self.mix(t, self.sources, self.query[t])
 
     def write(self, y, hidden):
         if self.bank:
@@ -367,6 +376,16 @@ class Depth:
             banks += [(self.keys, F.linear(hidden, self.router["key_mlp" if t % 2 else "key_attn"][t // 2].to(y.dtype)))]
         for bank, new in banks:
             bank.append(bank.pop() + new if t > 0 and t not in self.config.ends else new)
+
+
+@contextmanager
+def watch_routing():
+    """with watch_routing() as reads: models run with plain reads, and reads gets (t, weights [n, ..., H]) of each, in order."""
+    Depth.watched = []
+    try:
+        yield Depth.watched
+    finally:
+        Depth.watched = None
 
 
 class Delta(Depth):
@@ -522,16 +541,69 @@ class Cache:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def softmax_gradient(logits, targets, z_loss, n):
+    """The sum of the cross-entropies of logits [tokens, vocab_size], and the gradient of LinearCrossEntropy's mean over n tokens."""
+    wide_logits, hit = wide(logits), torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    lse = wide_logits.logsumexp(-1)
+    loss = lse.sum() - torch.where(hit, wide_logits, 0).sum()
+    grad = (wide_logits - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None] - hit.to(lse.dtype)
+    return loss, (grad / n).to(logits.dtype)
+
+
+@functools.cache
+def compiled_softmax_gradient():
+    return torch.compile(softmax_gradient)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The head and its loss: the mean cross-entropy in nats of logits = x W^T over x [n, d], W [vocab_size, d], targets [n]. The gradient
+    is that of cross-entropy + z_loss * mean(lse^2), lse = logsumexp of a token's logits; the value is the cross-entropy alone.
+
+        dlogits = (softmax(logits) (1 + 2 z_loss lse) - onehot(target)) / n
+
+    is formed in the forward pass for one chunk of tokens after the other, at most CHUNK logits at a time, so that neither logits nor
+    dlogits are ever there as a whole."""
+    CHUNK = 2 ** 30
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, z_loss):
+        loss, dx, dweight, w, chunks = 0.0, [], None, weight.to(x.dtype), 1
+        while chunks < len(x) and len(x) * len(weight) > chunks * LinearCrossEntropy.CHUNK:
+            chunks *= 2  # mostly of one size, for which the compiler sees one shape
+        step = compiled_softmax_gradient() if x.is_cuda else softmax_gradient
+        for xs, ts in zip(x.tensor_split(chunks), targets.tensor_split(chunks)):
+            part, dlogits = step(F.linear(xs, w), ts, z_loss, len(x))
+            loss = loss + part
+            if any(ctx.needs_input_grad):
+                dx.append(dlogits @ w)
+                dweight = dlogits.T @ xs if dweight is None else dweight.addmm_(dlogits.T, xs)
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(torch.cat(dx) if dx else None, dweight)
+        return loss / len(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        dx, dweight = ctx.saved_tensors
+        return dx * grad, dweight.to(ctx.weight_dtype) * grad, None, None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # The model
 
 STREAMS = {"baseline": Residual, "hc": HyperConnections, "attnres": Depth, "lr": Depth, "mhar": Depth}
 
 
 class GPT(nn.Module):
-    def __init__(self, config: GPTConfig, dtype=torch.float32):
-        """dtype: what activations are computed and stored in; parameters are made in fp32 (see cast_parameters)."""
+    def __init__(self, config: GPTConfig, dtype=torch.float32, z_loss=0.0):
+        """dtype: what activations are computed and stored in; parameters are made in fp32 (see cast_parameters). z_loss: the weight of
+        the mean square of the logits' logsumexp, in the gradient only."""
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.z_loss = config, dtype, z_loss
+        self.recompute = False  # keep no activations within sublayers, compute them again in backward; the reads' stay
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.sublayers = nn.ModuleList(kind(config) for _ in range(config.n_layer) for kind in (Attention, MLP))
         self.norm = RMSNorm(config.d_model, config)
@@ -551,26 +623,27 @@ class GPT(nn.Module):
         mask = cache.mask(idx.shape[1], idx.device) if cache else None if docs is None else document_mask(docs)
         stream = self.stream(self.embed(idx).to(self.dtype), self.config, self.router)
         for t, sublayer in enumerate(self.sublayers):
-            stream.write(*sublayer(stream.read(t), stream.normed, rope, mask, cache))
+            call = functools.partial(checkpoint, sublayer, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else sublayer
+            stream.write(*call(stream.read(t), stream.normed, rope, mask, cache))
         if cache:
             cache.length += idx.shape[1]
         return self.norm(stream.read(self.config.M), stream.normed)
 
     def forward(self, idx, targets=None, docs=None):
-        """Token ids idx [B, T] -> logits [B, T, vocab_size], or with targets [B, T] their mean cross-entropy in nats.
+        """Token ids idx [B, T] -> logits [B, T, vocab_size], or with targets [B, T] their mean cross-entropy in nats (in the
+        gradient, plus the z-loss).
         docs [B, T], the number of each token's document, keeps attention within documents; positions stay as they are."""
         x = self.hidden(idx, docs)
-        return self.head(x) if targets is None else self.loss(x, targets)
-
-    def loss(self, x, targets):
-        return F.cross_entropy(wide(self.head(x)).flatten(0, 1), targets.flatten())
+        if targets is None:
+            return self.head(x)
+        weight = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # else its gradient would be formed
+        return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.z_loss)
 
     def compile_parts(self):
-        """torch.compile for the sublayers, one compilation for each of the two kinds whatever the depth, and for the head with
-        its loss. What lies between, the reads, is kernels already."""
+        """torch.compile for the sublayers: one compilation for each of the two kinds, whatever the depth. The reads between them and
+        the loss are fused anyway."""
         for sublayer in self.sublayers:
             sublayer.compile()
-        self.loss = torch.compile(self.loss)
 
     @torch.no_grad()
     def generate(self, idx, n, temperature=1.0, top_k=None, top_p=None, window=None, generator=None):
@@ -613,13 +686,20 @@ class GPT(nn.Module):
         return {"total": backbone + routing, "non_embedding": backbone + routing - embedding, "routing": routing}
 
 
-def load_run(folder, device="cpu", checkpoint="ckpt.pt"):
-    """A run's model, ready to use, and its config.json as a dict. Raises ValueError with one line if there is none."""
+def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False):
+    """A run's model, ready to use, and its config.json as a dict; ema: with the moving average of its weights. Raises ValueError
+    with one line if there is none."""
     run, file = read_config(folder), Path(folder, checkpoint)
     kernel = "torch" if run["model"].get("kernel") == "torch" else "auto"  # this may be another machine
     model = GPT(GPTConfig(**run["model"] | {"kernel": kernel}))
     try:
-        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        if ema:
+            if not state["ema"]:
+                raise ValueError("it has no moving average of the weights")
+            for name, p in model.named_parameters():
+                p.data.copy_(state["ema"][name])
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {checkpoint} yet")
     except Exception as e:  # torch.load raises nearly everything
@@ -648,6 +728,7 @@ def clip_gradients(parameters, limit):
         if p.grad is not None:
             groups.setdefault(p.grad.dtype, []).append(p.grad)
     norm = torch.stack([norm for group in groups.values() for norm in torch._foreach_norm(group, 2, torch.float32)]).norm()
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded gradients
     factor = (limit / (norm + 1e-6)).clamp(max=1)
     for dtype, group in groups.items():
         torch._foreach_mul_(group, factor.to(dtype))

@@ -16,17 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import GPT, GPTConfig, capture, clip_gradients, fail, kernels, load_run, parse_flags, read_config
+from model import (DEPTH_ROUTES, GPT, GPTConfig, capture, clip_gradients, fail, kernels, load_run, parse_flags, read_config,
+                   watch_routing)
 
 
 @dataclass
@@ -34,7 +38,9 @@ class TrainConfig:
     size: str = "nano"  # a preset of model.py: nano, 100m, 124m, 350m, 1b, lr-0.5b, lr-1b, lr-4b, 8b
     data: str = "stdlib"  # a folder under data/, or a path; made by prepare.py
     out: str | None = None  # the run's folder, which must not exist; unset: the next free out/<route>-<size>
-    resume: str | None = None  # go on with this run; only steps, cadences, micro, device, compile and kernel may change
+    resume: str | None = None  # go on with this run; only steps, cadences, micro, device, compile, kernel and recompute may change
+    init_from: str | None = None  # begin with this run's weights and a new schedule; the model is its model, but for flags
+    eval_only: bool = False  # print the validation loss of the run given as --resume, change nothing
     seq: int = 128  # tokens in a sequence
     batch: int = 8  # sequences in an optimizer step, over all ranks
     micro: int | None = None  # sequences in one forward on one rank; unset: batch / ranks, no accumulation
@@ -44,23 +50,32 @@ class TrainConfig:
     schedule: Literal["cosine", "linear"] = "cosine"  # from peak to end: cosine, or constant and then a linear warmdown
     warmup: int = 50  # steps of linear warmup
     warmdown: float = 0.2  # share of the steps in the linear schedule's warmdown
-    weight_decay: float = 0.1  # AdamW's, on every parameter
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: torch.optim.Muon for the sublayers' matrices, Adam without decay for the rest
+    muon_lr: float = 1e-3  # peak learning rate of Muon, on the same schedule
+    weight_decay: float = 0.1  # AdamW's or Muon's
+    decay: Literal["all", "matrices"] = "all"  # AdamW's decay: for all parameters, or for matrices but the embedding and the router's
+    z_loss: float = 0.0  # adds z_loss * mean squared logsumexp of the logits to what is minimized, not to what is logged
+    ema: float = 0.0  # moving average of the weights, this much of it kept each step; evaluated and saved. 0: none
     clip: float = 1.0  # largest norm of the gradient
     doc_mask: bool = False  # keep attention within documents
     seed: int = 42  # of the weights and of the data's order
     eval_every: int = 100  # steps between evaluations; there is one at the last step too
     eval_tokens: int = 32_768  # validation tokens of an evaluation, always the same ones
     save_every: int = 100  # steps between checkpoints
+    log_routing: bool = False  # on evaluations, log the mean entropy of every site's weights, in nats
+    wandb: str | None = None  # also log to this Weights & Biases project
     verify: bool = False  # check the data's hashes at the start, also beyond 1 GB
     device: str | None = None  # cuda, cpu or mps; unset: the best there is
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; auto: bfloat16 on CUDA
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the backbone's matrices; everything else stays fp32
+    fsdp: bool = False  # under torchrun: shard parameters (stored in fp32), gradients, optimizer and average over the ranks (FSDP2)
+    recompute: bool = False  # compute the sublayers' activations again in backward instead of keeping them
     compile: bool | None = None  # torch.compile the parts, and on a single GPU record a micro batch as a CUDA graph; unset: on CUDA
 
 
 _mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, param_dtype="bfloat16",
              eval_every=500, eval_tokens=1_048_576, save_every=1000)
-_lr = dict(_mhar, seq=2048, batch=128, steps=76_294, schedule="linear", warmup=2000, doc_mask=True)
+_lr = dict(_mhar, param_dtype="float32", seq=2048, batch=128, steps=76_294, optimizer="muon", lr=3e-4, z_loss=1e-5, schedule="linear", warmup=2000, doc_mask=True)
 RECIPES = {
     "nano": dict(),
     "100m": dict(_mhar, seq=2048, batch=64),
@@ -70,9 +85,10 @@ RECIPES = {
     "lr-0.5b": dict(_lr, steps=38_147),
     "lr-1b": _lr,
     "lr-4b": _lr,
-    "8b": dict(_mhar, seq=4096, batch=256, steps=9_500, lr=4e-4, min_lr=4e-6, weight_decay=0.05),
+    "8b": dict(_mhar, seq=4096, batch=256, steps=9_500, lr=4e-4, min_lr=4e-6, weight_decay=0.05, decay="matrices", z_loss=1e-4, ema=0.999),
 }
-MAY_CHANGE = {"resume", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel"}  # on --resume
+PAPERS = {"nano": "ours", "8b": "MHAR mid-training, arXiv 2607.27230"} | {size: "LR, arXiv 2607.09694" for size in RECIPES if size[:3] == "lr-"}
+MAY_CHANGE = {"resume", "eval_only", "log_routing", "wandb", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel", "recompute"}  # on --resume
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, for the MFU
 
 
@@ -83,26 +99,62 @@ def configure(flags):
     model = {k: v for k, v in flags.items() if k in model_fields}
     if "resume" in flags:
         run = read_config(flags["resume"])
-        old = run["model"] | run["train"]
+        old = {f.name: f.default for f in dataclasses.fields(TrainConfig)} | run["model"] | run["train"]
         for name, value in flags.items():
+            if name in ("data", "init_from"):
+                value = relative(value)
             if name not in MAY_CHANGE and value != old[name]:
                 changeable = ", ".join(sorted(MAY_CHANGE - {"resume"}))
                 fail(f"--{name}={value} does not fit {flags['resume']} ({old[name]}); only these may change: {changeable}")
         model, c = GPTConfig(**run["model"] | model), TrainConfig(**run["train"] | mine)
+    elif "init_from" in flags:
+        run = read_config(flags["init_from"])
+        if flags.setdefault("size", run["train"]["size"]) not in RECIPES:
+            fail(f"unknown size {flags['size']!r}; there are: {', '.join(RECIPES)}")
+        model, c = GPTConfig(**run["model"] | model), TrainConfig(**RECIPES[flags["size"]] | mine | {"size": flags["size"]})
     else:
         size = flags.get("size", TrainConfig.size)
         model = GPTConfig.from_size(size, **model)
         c = TrainConfig(**RECIPES[size] | mine)
+    if c.fsdp:  # FSDP2 shards parameters of one dtype together
+        if flags.get("param_dtype") == "bfloat16":
+            fail("--fsdp stores parameters in fp32 and gathers them in --dtype: leave --param_dtype out")
+        c.param_dtype = "float32"
+    if c.eval_only and not c.resume:
+        fail("--eval_only evaluates a run: give --resume=RUN")
     if c.min_lr is None:
         c.min_lr = c.lr / 10
-    for name in ("seq", "batch", "steps", "lr", "eval_every", "eval_tokens", "save_every", "clip"):
+    for name in ("seq", "batch", "steps", "lr", "muon_lr", "eval_every", "eval_tokens", "save_every", "clip"):
         if not getattr(c, name) > 0:
             fail(f"--{name} must be positive, not {getattr(c, name)}")
     if not 0 <= c.seed < 2**63:
         fail(f"--seed must be from 0 to 2^63 - 1, not {c.seed}")
-    if not (0 <= c.warmdown <= 1 and c.warmup >= 0 and c.min_lr >= 0 and c.weight_decay >= 0):
-        fail("--warmdown is a share of the steps, from 0 to 1; --warmup, --min_lr and --weight_decay are not negative")
+    if not (0 <= c.warmdown <= 1 and 0 <= c.ema < 1 and min(c.warmup, c.min_lr, c.weight_decay, c.z_loss) >= 0):
+        fail("--warmdown and --ema are shares, from 0 to 1; --warmup, --min_lr, --weight_decay and --z_loss are not negative")
     return model, c
+
+
+def changed_from_recipe(c):
+    """What of a run's recipe is not its preset's, as {name: value}: for config.json."""
+    preset, where = TrainConfig(**RECIPES[c.size]), {"size", "data", "out", "wandb", *MAY_CHANGE} - {"steps", "eval_tokens"}
+    preset.min_lr = preset.lr / 10 if preset.min_lr is None else preset.min_lr
+    return {name: value for name, value in dataclasses.asdict(c).items() if name not in where and value != getattr(preset, name)}
+
+
+def optimizers(model, c):
+    """[AdamW], or [Muon, Adam] as LR has it: Muon for the matrices inside sublayers (Q, K, V, O, gate, up, down, each its own), Adam
+    without decay for embeddings, head, gains and router. torch's Muon orthogonalizes Nesterov's momentum by five Newton-Schulz steps in
+    bf16, scales by sqrt(max(1, rows / columns)) and decays before the update, as Jordan's does; Jordan's also joins Q, K and V."""
+    inside = [p for sublayer in model.sublayers for p in sublayer.parameters() if p.ndim == 2]
+    adam = dict(lr=c.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    without = lambda chosen: [p for p in model.parameters() if all(p is not q for q in chosen)]
+    if c.optimizer == "muon":
+        return [torch.optim.Muon(inside, lr=c.muon_lr, momentum=0.95, weight_decay=c.weight_decay),
+                torch.optim.AdamW(without(inside), weight_decay=0.0, **adam)]
+    if c.decay == "all":
+        return [torch.optim.AdamW(model.parameters(), weight_decay=c.weight_decay, **adam)]
+    decayed = inside + ([] if model.config.tied else [model.head.weight])
+    return [torch.optim.AdamW([{"params": decayed}, {"params": without(decayed), "weight_decay": 0.0}], weight_decay=c.weight_decay, **adam)]
 
 
 def learning_rate(step, c):
@@ -116,12 +168,22 @@ def learning_rate(step, c):
     return c.min_lr + (c.lr - c.min_lr) * share
 
 
+def relative(path):
+    return os.path.relpath(path) if path and os.path.isabs(path) else path
+
+
+def may_restart():
+    """Whether torchrun has --max_restarts: then all ranks start again if one dies, and go on with --out. (Each node has its own count of
+    restarts, so that is not asked.)"""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+
+
 def new_folder(c, model):
-    """Creates the run's folder, never an existing one."""
+    """Creates the run's folder, never an existing one (but see may_restart, for one that died before its first save)."""
     names = [c.out] if c.out else [f"out/{model.route}-{c.size}" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000)]
     for name in names:
         try:
-            Path(name).mkdir(parents=True)
+            Path(name).mkdir(parents=True, exist_ok=bool(c.out) and may_restart() and Path(name, "config.json").exists())
             return name
         except FileExistsError:
             pass
@@ -154,6 +216,8 @@ def link(old, new):
 
 def main():
     flags = parse_flags(TrainConfig, GPTConfig)
+    if may_restart() and "out" in flags and any(Path(flags["out"]).glob("ckpt*")):
+        flags["resume"] = flags.pop("out")
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's characters
     try:
         train(*configure(flags), vocab_given="vocab_size" in flags)
@@ -185,7 +249,14 @@ def train(model_config, c, vocab_given=False):
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
+    elif c.fsdp:
+        fail("--fsdp shards over ranks: start it with torchrun")
     master = rank == 0
+    if c.wandb and master:
+        try:
+            import wandb
+        except ImportError:
+            fail("--wandb needs the package: pip install wandb")
     if c.batch % world or (c.micro is not None and (c.micro <= 0 or c.batch // world % c.micro)):
         fail(f"--batch={c.batch} must be a multiple of ranks x --micro = {world} x {1 if c.micro is None else c.micro}")
     micro = c.micro or c.batch // world
@@ -203,17 +274,28 @@ def train(model_config, c, vocab_given=False):
         dist.barrier()
     train_data, val_data = (prepare.Shards(folder, split, c.seq, c.verify) for split in ("train", "val"))
     meta = train_data.meta
-    if model_config.vocab_size < meta["vocab_size"] and (vocab_given or c.resume):
+    if model_config.vocab_size < meta["vocab_size"] and (vocab_given or c.resume or c.init_from):
         fail(f"vocab_size={model_config.vocab_size} is less than the data's {meta['vocab_size']}")
-    if not vocab_given and not c.resume:
+    if not vocab_given and not c.resume and not c.init_from:
         model_config.vocab_size = meta["vocab_size"]
     data = {"folder": os.path.relpath(folder), **{k: meta[k] for k in ("encoding", "vocab_size", "eot")},
             "sha256": [shard["sha256"] for split in meta["shards"].values() for shard in split]}
     if c.resume and read_config(c.resume)["data"]["sha256"] != data["sha256"]:
         fail(f"{folder} is not the data that {c.resume} was trained on")
     torch.manual_seed(c.seed)
-    model = GPT(model_config, dtype).cast_parameters(getattr(torch, c.param_dtype)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=c.weight_decay, fused=True)
+    model = GPT(model_config, dtype, c.z_loss)
+    if c.init_from and not c.resume:
+        take_weights(model, c.init_from)
+    model = model.cast_parameters(getattr(torch, c.param_dtype)).to(device)
+    model.recompute = c.recompute
+    if c.fsdp:  # the root group, embedding, head and router, stays in fp32 until it is used
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mesh = dist.init_device_mesh(device.type, (world,))
+        for sublayer in model.sublayers:
+            fully_shard(sublayer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh)
+    steppers, params = optimizers(model, c), dict(model.named_parameters())
+    ema = {name: p.detach().float().clone() for name, p in params.items()} if c.ema else None
     flops, peak_flops = model_config.flops(c.seq), None
     if cuda:
         peak_flops = next((f for name, f in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
@@ -222,14 +304,18 @@ def train(model_config, c, vocab_given=False):
     step, best = 0, math.inf
     if c.resume:
         out = Path(c.resume)
-        state = load_checkpoint(out, device)
         try:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            step, best = state["step"], state["best"]
-        except (RuntimeError, KeyError, TypeError) as e:
+            if c.fsdp:
+                step, best = load_sharded(out, model, steppers, ema)
+            else:
+                state = load_checkpoint(out, device)
+                model.load_state_dict(state["model"])
+                for optimizer, old in zip(steppers, state["optimizer"], strict=True):
+                    optimizer.load_state_dict(old)
+                step, best, ema = state["step"], state["best"], state["ema"]
+        except (RuntimeError, KeyError, TypeError, ValueError) as e:
             fail(f"the checkpoint of {out} does not fit its config.json: {' '.join(str(e).split())[:200]}")
-        if step >= c.steps:
+        if step >= c.steps and not c.eval_only:
             fail(f"{out} has all its {step} steps; give --steps to go on")
     else:
         name = [new_folder(c, model_config) if master else None]
@@ -237,31 +323,36 @@ def train(model_config, c, vocab_given=False):
             dist.broadcast_object_list(name)
         out = Path(name[0])
     log_file = out / "log.jsonl"
-    if master:
+    log = None
+    if master and not c.eval_only:
         if c.resume:
             kept = logged_until(log_file, step)
             write_whole(log_file, lambda file: file.write_text(kept))
-        params = model.num_params()
+        count = model.num_params()
         config = {
-            "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {"out": None, "resume": None, "data": os.path.relpath(c.data) if os.path.isabs(c.data) else c.data},
+            "recipe": {"of": PAPERS.get(c.size, "MHAR, arXiv 2607.27230"), "changed": changed_from_recipe(c)},
+            "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {
+                "out": None, "resume": None, "eval_only": False, "data": relative(c.data), "init_from": relative(c.init_from)},
             "data": data,
-            "parameters": params, "flops_per_token": flops, "ranks": world,
+            "parameters": count, "flops_per_token": flops, "ranks": world,
             "device": torch.cuda.get_device_name() if cuda else platform.processor() or device.type,
             "versions": {"python": platform.python_version(), "torch": torch.__version__}, "git": git_commit(),
         }
         write_whole(out / "config.json", lambda file: file.write_text(json.dumps(config, indent=1) + "\n"))
-        log = open(log_file, "a", buffering=1)
-        print(f"{model_config.route} {c.size}: {params['total']:,} parameters ({params['routing']:,} routing), "
+        log = open(log_file, "a" if c.resume else "w", buffering=1)
+        print(f"{model_config.route} {c.size}: {count['total']:,} parameters ({count['routing']:,} routing), "
               f"vocabulary {model_config.vocab_size:,} ({meta['encoding']}), {train_data.tokens:,} training tokens of {folder}, "
               f"{world} x {device.type} -> {out}", flush=True)
+        if c.wandb:
+            wandb.init(project=c.wandb, name=out.name, dir=out, config=config)
 
     # -- how: one loop
-    compiled = cuda if c.compile is None else c.compile
+    compiled = (cuda if c.compile is None else c.compile) and not c.eval_only
     if compiled:
         model.compile_parts()
         if master:
             print("compiling; the first step takes a while ...", flush=True)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 and not c.fsdp else model
     stop = []  # signals that asked for an end
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda number, frame: stop.append(number))
@@ -280,7 +371,10 @@ def train(model_config, c, vocab_given=False):
         """Micro batch i of a step: adds its gradients (the first replaces them), returns its share of the step's loss."""
         if i == 0:
             model.zero_grad()
-        with wrapped.no_sync() if world > 1 and i < n_micro - 1 else nullcontext():  # averaged over the ranks once a step
+        last = i == n_micro - 1  # gradients are averaged over the ranks once a step
+        if c.fsdp:
+            model.set_requires_gradient_sync(last)
+        with nullcontext() if last or world == 1 or c.fsdp else wrapped.no_sync():
             loss = loss_of(wrapped, rows) / n_micro
             loss.backward()
         return loss.detach()
@@ -288,7 +382,7 @@ def train(model_config, c, vocab_given=False):
     graphs = []  # of the first micro batch and of the others
 
     def micro_step(rows, i):
-        if not (cuda and compiled and world == 1):
+        if not (cuda and compiled and world == 1 and not c.fsdp):
             return backward(rows, i)
         if not graphs:
             replay, pool = capture(lambda rows: backward(rows, 0), rows)
@@ -310,17 +404,59 @@ def train(model_config, c, vocab_given=False):
             dist.all_reduce(total)
         return (total[0] / total[1]).item()
 
+    @contextmanager
+    def averaged():
+        """With the moving average as the model's weights."""
+        def put(values):
+            with torch.no_grad():
+                for p, value in zip(params.values(), values):
+                    p.copy_(value)
+            if c.fsdp:
+                model.reshard()  # what was gathered before is not used again
+
+        kept = [p.detach().clone() for p in params.values()]
+        put(ema.values())
+        yield
+        put(kept)
+
+    def evaluations():
+        results = {"val_loss": evaluate()}
+        if ema:
+            with averaged():
+                results["val_loss_ema"] = evaluate()
+        if c.log_routing and model_config.route in DEPTH_ROUTES:
+            results["routing_entropy"] = routing_entropy(lambda: loss_of(model, to_device(val_data.window(0)[None])))
+        if not math.isfinite(results["val_loss"]):
+            sys.exit(f"step {step}: validation loss {results['val_loss']}; the run stops, what {out} has saved stays as it was")
+        return results
+
+    if c.eval_only:
+        results = evaluations()
+        if master:
+            print(f"{out}, step {step}: " + ", ".join(f"{name} {value}" for name, value in results.items()))
+        return
+
+    def save_weights(name, keep=None, **more):
+        """Called on every rank: sharded tensors are gathered."""
+        whole = lambda tensors: {k: v.full_tensor().cpu() if c.fsdp else v for k, v in tensors.items()}
+        state = {"model": whole(model.state_dict()), "ema": whole(ema) if ema else None, "step": step} | more
+        if master:
+            write_whole(out / name, lambda file: torch.save(state, file), keep=keep)
+
     def save():
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "best": best}
-        write_whole(out / "ckpt.pt", lambda file: torch.save(state, file), keep=out / "ckpt_prev.pt")
+        if c.fsdp:
+            save_sharded(out, model, steppers, ema, step, best)
+        else:
+            save_weights("ckpt.pt", out / "ckpt_prev.pt", optimizer=[o.state_dict() for o in steppers], best=best)
 
     started, first = time.time(), step
     rows = to_device(train_data.batch(step, c.batch, c.seed, share))
     while step < c.steps:
         t0 = time.time()
         lr = learning_rate(step, c)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        for optimizer in steppers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * (c.muon_lr / c.lr if isinstance(optimizer, torch.optim.Muon) else 1)
         total = torch.zeros(2, device=device)  # mean loss, signals
         for i, part in enumerate(rows.split(micro)):
             total[0] += micro_step(part, i)
@@ -329,7 +465,10 @@ def train(model_config, c, vocab_given=False):
             total[1] = len(stop)
             dist.all_reduce(total)
             total[0] /= world
-        optimizer.step()
+        for optimizer in steppers:
+            optimizer.step()
+        if ema:
+            torch._foreach_lerp_(list(ema.values()), [p.detach().float() for p in params.values()], 1 - c.ema)
         if step + 1 < c.steps:
             rows = to_device(train_data.batch(step + 1, c.batch, c.seed, share))
         loss, signals, grad_norm = torch.cat([total, grad_norm.view(1)]).tolist()  # the step's one synchronization
@@ -345,11 +484,11 @@ def train(model_config, c, vocab_given=False):
                  "mfu": round(speed * flops / peak_flops / world, 4) if peak_flops else None,
                  "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else None}
         if step % c.eval_every == 0 or step == c.steps:
-            entry["val_loss"] = evaluate()
-            if not math.isfinite(entry["val_loss"]):
-                sys.exit(f"step {step}: validation loss {entry['val_loss']}; the run stops, what {out} has saved stays as it was")
+            entry |= evaluations()
         if master:
             log.write(json.dumps(entry) + "\n")
+            if c.wandb:
+                wandb.log(entry, step=step)
             pace = (time.time() - started) / (step - first)  # seconds a step so far, evaluations and all
             left = pace * (c.steps - step)
             line = f"step {step}/{c.steps}  loss {loss:.3f}  {c.batch * c.seq / pace:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left"
@@ -357,19 +496,25 @@ def train(model_config, c, vocab_given=False):
                 print(f"{line}  val_loss {entry['val_loss']:.4f}", flush=True)
             elif sys.stdout.isatty():
                 print(line, end="   \r", flush=True)
-            if entry.get("val_loss", math.inf) < best:
-                best = entry["val_loss"]
-                write_whole(out / "best.pt", lambda file: torch.save({"model": model.state_dict(), "step": step}, file))
-            if step % c.save_every == 0 or step == c.steps or signals:
-                save()
+        if entry.get("val_loss", math.inf) < best:
+            best = entry["val_loss"]
+            save_weights("best.pt")
+        if step % c.save_every == 0 or step == c.steps or signals:
+            save()
         if signals and step < c.steps:
             if master:
                 print(f"\nstopped at step {step}; to go on: python train.py --resume={out}", flush=True)
             return
 
+    if c.fsdp:
+        save_weights("ckpt.pt")
     if master:
         for s in (signal.SIGTERM, signal.SIGINT):  # all is saved
             signal.signal(s, signal.SIG_DFL)
+        norms = [json.loads(line)["grad_norm"] for line in log_file.read_text().splitlines()]
+        mean = sum(norms) / len(norms)
+        print(f"gradient norm: mean {mean:.3f}, variance {sum((norm - mean) ** 2 for norm in norms) / len(norms):.4f}, "
+              f"{sum(norm > c.clip for norm in norms) / len(norms):.0%} of the steps above {c.clip:g}")
         model, _ = load_run(out, device)  # not compiled: the cache changes its shape with every token
         encoding = prepare.encoding(meta["encoding"], folder)
         start = torch.full((1, 1), meta["eot"], device=device)
@@ -377,6 +522,31 @@ def train(model_config, c, vocab_given=False):
         tokens = model.generate(start, 200, temperature=0.8, top_k=50, window=c.seq, generator=generator)
         ids = [token.item() for token in tokens]
         print(f"{time.time() - started:.0f} s; a sample:\n{encoding.decode(ids)}\n\nmore: python sample.py --out={out}", flush=True)
+
+
+def take_weights(model, folder):
+    """The weights of another run's newest checkpoint; parameters of the router that one of the two lacks stay as they are."""
+    source, _ = load_run(folder)
+    if model.config.tied and not source.config.tied:
+        raise ValueError(f"{folder} has a head of its own: leave out --tied")
+    try:
+        missing, unexpected = model.load_state_dict(source.state_dict(), strict=False)
+    except RuntimeError as e:
+        raise ValueError(f"the weights of {folder} do not fit: {' '.join(str(e).split())[:200]}")
+    wrong = [name for name in missing + unexpected if not name.startswith("router.")]
+    if wrong:
+        raise ValueError(f"the weights of {folder} do not fit this model: {', '.join(wrong)[:200]}")
+
+
+@torch.no_grad()
+def routing_entropy(run):
+    """Mean entropy of each read's weights over tokens and heads, in nats, sites 1 .. M, of the model that run() runs."""
+    entropy = {}
+    with watch_routing() as reads:
+        run()
+    for t, weights in reads:
+        entropy.setdefault(t, []).append(-torch.xlogy(weights, weights).sum(0).mean().item())
+    return [round(sum(values) / len(values), 4) for t, values in sorted(entropy.items()) if t > 0]
 
 
 def load_checkpoint(out, device):
@@ -388,6 +558,42 @@ def load_checkpoint(out, device):
             pass
         except Exception as e:  # torch.load raises nearly everything
             print(f"{file} cannot be read ({type(e).__name__}), so the one before is tried", file=sys.stderr)
+    raise ValueError(f"{out} has no whole checkpoint; start it anew")
+
+
+def sharded_state(model, steppers, ema):
+    params, moments = get_state_dict(model, steppers)
+    return {"model": params, "optimizer": moments, "ema": ema or {}}
+
+
+def save_sharded(out, model, steppers, ema, step, best):
+    """Each rank writes its part of a torch.distributed.checkpoint folder, which takes ckpt's place when it is complete; that one
+    becomes ckpt_prev."""
+    partial, newest, before = out / "ckpt.partial", out / "ckpt", out / "ckpt_prev"
+    master = dist.get_rank() == 0
+    if master:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    try:
+        dcp.save(sharded_state(model, steppers, ema) | {"step": step, "best": best}, checkpoint_id=partial)
+    except (OSError, RuntimeError, dcp.CheckpointException) as e:
+        sys.exit(f"cannot write {partial}, what was there before is untouched: {(str(e).splitlines() or [type(e).__name__])[-1][:200]}")
+    if master:
+        if newest.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            newest.rename(before)
+        partial.rename(newest)
+    dist.barrier()
+
+
+def load_sharded(out, model, steppers, ema):
+    """The newest whole folder, for any number of ranks. Returns its step and best."""
+    state = sharded_state(model, steppers, ema) | {"step": 0, "best": 0.0}
+    for folder in (out / "ckpt", out / "ckpt_prev"):
+        if (folder / ".metadata").is_file():  # written last
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(model, steppers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            return state["step"], state["best"]
     raise ValueError(f"{out} has no whole checkpoint; start it anew")
 
 
