@@ -172,6 +172,49 @@ class GPTConfig:
         return 6 * macs
 
 
+    def memory(self, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimizer="adamw", ema=False, accumulate=False,
+               param_dtype=torch.bfloat16, dtype=torch.bfloat16):
+        """Bytes on each GPU while micro sequences of seq tokens go forward and backward, compiled and with fused reads, as a dict:
+
+        parameters, gradients, optimizer, average   what a step keeps, by parameter; with fsdp in fp32 and 1 / ranks of it
+        bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
+        activations                                 what the sublayers keep for backward: inputs and normed inputs (neither where a read has done
+                                                    the norm: then both are the bank's mix), Q and K before and after rotation, V, attention's
+                                                    output, gate, up and their product; with recompute only the inputs, and all of one sublayer
+        head                                        one chunk's logits in dtype and their gradient; the head's gradient
+        gathered                                    fsdp: embedding and head in fp32 with their gradients, two sublayers in dtype
+        peak                                        at the head, or at the optimizer's step, whichever is more
+        """
+        with torch.device("meta"):
+            named = dict(GPT(self).named_parameters())
+        rows, size, tokens, d = self.vocab_size, dtype.itemsize, seq * micro, self.d_model
+        fp32 = lambda name, p: fsdp or p.ndim < 2 or name.startswith("router.")
+        stored = {name: p.numel() * (4 if fp32(name, p) else param_dtype.itemsize) / (ranks if fsdp else 1) for name, p in named.items()}
+        inside = sum(stored[name] for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2)
+        total, q, kv = sum(stored.values()), self.n_head * self.head_dim, self.n_kv_head * self.head_dim
+        routed = self.route in DEPTH_ROUTES
+        copies = HC_STREAMS if self.route == "hc" else 0 if routed and not self.delta else 1
+        attention, mlp = 3 * q + (3 if self.qk_norm else 2) * kv, 3 * self.d_mlp
+        if recompute:
+            widths = copies * d * (self.M + 1) + d + max(attention, mlp)
+        else:
+            widths = (copies + (copies > 0)) * d * (self.M + 1) + self.n_layer * (attention + mlp)
+        sizes = {
+            "parameters": total, "gradients": total, "optimizer": 2 * total - (inside if optimizer == "muon" else 0),
+            "average": sum(p.numel() for p in named.values()) * 4 / (ranks if fsdp else 1) if ema else 0,
+            "bank": 2 * (self.M + 1) * tokens * d * size if routed else 0,
+            "activations": widths * tokens * size,
+            "head": 2 * size * min(tokens * rows, max(rows, LinearCrossEntropy.CHUNK)) + rows * d * size,
+            "gathered": 0,
+        }
+        if fsdp:
+            largest = max(2 * d * (q + kv), 3 * d * self.d_mlp)
+            sizes["gathered"] = (1 if self.tied else 2) * rows * d * 4 * 2 + 2 * largest * size
+        kept = total + sizes["optimizer"] + sizes["average"] + sizes["gathered"]
+        running = sizes["bank"] + sizes["activations"] + sizes["head"] + (total if accumulate else 0)
+        return {name: round(value) for name, value in (sizes | {"peak": kept + max(running, total)}).items()}
+
+
 DEPTH_ROUTES = ("attnres", "lr", "mhar")
 HC_STREAMS = 4  # n of hyper-connections
 ROUTING_FLAGS = dict(blocks=None, rank=None, heads=None, key_norm="auto", key_gain="auto", keys="slice", delta=False, headwise=False)

@@ -1022,7 +1022,7 @@ names, done = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i
 def run(self, *args, grid, warmup, **options):
     values = dict(zip(self.arg_names, args)) | {k: options.pop(k) for k in list(options) if k in self.arg_names}
     constants = {p.name: values[p.name] for p in self.params if p.is_constexpr}
-    kind = lambda v: names[v.dtype if torch.is_tensor(v) else type(v)]
+    kind = lambda v: tuple(map(kind, v)) if isinstance(v, tuple) else names[v.dtype if torch.is_tensor(v) else type(v)]
     signature = {n: "constexpr" if n in constants else kind(values[n]) for n in self.arg_names}
     options = {k: v for k, v in options.items() if v is not None}
     if (key := repr((self.__name__, signature, constants, options))) not in done:

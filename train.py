@@ -41,6 +41,7 @@ class TrainConfig:
     resume: str | None = None  # go on with this run; only steps, cadences, micro, device, compile, kernel and recompute may change
     init_from: str | None = None  # begin with this run's weights and a new schedule; the model is its model, but for flags
     eval_only: bool = False  # print the validation loss of the run given as --resume, change nothing
+    dry_run: bool = False  # print parameters, memory and time by arithmetic, run nothing; WORLD_SIZE=8 before the command: for 8 GPUs
     seq: int = 128  # tokens in a sequence
     batch: int = 8  # sequences in an optimizer step, over all ranks
     micro: int | None = None  # sequences in one forward on one rank; unset: batch / ranks, no accumulation
@@ -74,21 +75,22 @@ class TrainConfig:
 
 
 _mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, param_dtype="bfloat16",
-             eval_every=500, eval_tokens=1_048_576, save_every=1000)
-_lr = dict(_mhar, param_dtype="float32", seq=2048, batch=128, steps=76_294, optimizer="muon", lr=3e-4, z_loss=1e-5, schedule="linear", warmup=2000, doc_mask=True)
+             eval_every=500, eval_tokens=262_144, save_every=1000)  # an evaluation takes half a percent of the time
+_mhar_2048 = dict(_mhar, seq=2048, batch=64, eval_tokens=1_048_576)
+_lr = dict(_mhar_2048, param_dtype="float32", batch=128, steps=76_294, optimizer="muon", lr=3e-4, z_loss=1e-5, schedule="linear", warmup=2000, doc_mask=True)
 RECIPES = {
     "nano": dict(),
-    "100m": dict(_mhar, seq=2048, batch=64),
-    "124m": dict(_mhar, seq=2048, batch=64, lr=5e-4),
+    "100m": _mhar_2048,
+    "124m": dict(_mhar_2048, lr=5e-4),
     "350m": _mhar,
     "1b": _mhar,
     "lr-0.5b": dict(_lr, steps=38_147),
     "lr-1b": _lr,
     "lr-4b": _lr,
-    "8b": dict(_mhar, seq=4096, batch=256, steps=9_500, lr=4e-4, min_lr=4e-6, weight_decay=0.05, decay="matrices", z_loss=1e-4, ema=0.999),
+    "8b": dict(_mhar_2048, seq=4096, batch=256, steps=9_500, lr=4e-4, min_lr=4e-6, weight_decay=0.05, decay="matrices", z_loss=1e-4, ema=0.999),
 }
 PAPERS = {"nano": "ours", "8b": "MHAR mid-training, arXiv 2607.27230"} | {size: "LR, arXiv 2607.09694" for size in RECIPES if size[:3] == "lr-"}
-MAY_CHANGE = {"resume", "eval_only", "log_routing", "wandb", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel", "recompute"}  # on --resume
+MAY_CHANGE = {"resume", "eval_only", "dry_run", "log_routing", "wandb", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel", "recompute"}  # on --resume
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, for the MFU
 
 
@@ -233,6 +235,14 @@ def main():
 def train(model_config, c, vocab_given=False):
     # -- where: torchrun sets RANK; without it this is the only process
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    master = rank == 0
+    if c.batch % world or (c.micro is not None and (c.micro <= 0 or c.batch // world % c.micro)):
+        fail(f"--batch={c.batch} must be a multiple of ranks x --micro = {world} x {1 if c.micro is None else c.micro}")
+    micro = c.micro or c.batch // world
+    if c.dry_run:
+        if master:
+            print(plan(model_config, c, micro, world))
+        return
     best_device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(c.device or best_device)
@@ -251,15 +261,11 @@ def train(model_config, c, vocab_given=False):
         dist.init_process_group("nccl" if cuda else "gloo")
     elif c.fsdp:
         fail("--fsdp shards over ranks: start it with torchrun")
-    master = rank == 0
     if c.wandb and master:
         try:
             import wandb
         except ImportError:
             fail("--wandb needs the package: pip install wandb")
-    if c.batch % world or (c.micro is not None and (c.micro <= 0 or c.batch // world % c.micro)):
-        fail(f"--batch={c.batch} must be a multiple of ranks x --micro = {world} x {1 if c.micro is None else c.micro}")
-    micro = c.micro or c.batch // world
 
     # -- what: the data, the model, the optimizer
     folder = Path("data") / c.data if (Path("data") / c.data).exists() or c.data == "stdlib" else Path(c.data)
@@ -332,7 +338,7 @@ def train(model_config, c, vocab_given=False):
         config = {
             "recipe": {"of": PAPERS.get(c.size, "MHAR, arXiv 2607.27230"), "changed": changed_from_recipe(c)},
             "model": dataclasses.asdict(model_config), "train": dataclasses.asdict(c) | {
-                "out": None, "resume": None, "eval_only": False, "data": relative(c.data), "init_from": relative(c.init_from)},
+                "out": None, "resume": None, "eval_only": False, "dry_run": False, "data": relative(c.data), "init_from": relative(c.init_from)},
             "data": data,
             "parameters": count, "flops_per_token": flops, "ranks": world,
             "device": torch.cuda.get_device_name() if cuda else platform.processor() or device.type,
@@ -522,6 +528,22 @@ def train(model_config, c, vocab_given=False):
         tokens = model.generate(start, 200, temperature=0.8, top_k=50, window=c.seq, generator=generator)
         ids = [token.item() for token in tokens]
         print(f"{time.time() - started:.0f} s; a sample:\n{encoding.decode(ids)}\n\nmore: python sample.py --out={out}", flush=True)
+
+
+def plan(model, c, micro, world):
+    """What --dry_run prints: GPTConfig.memory's arithmetic, and the time that all steps would take at an MFU of 40 %."""
+    bytes_ = model.memory(c.seq, micro, ranks=world, fsdp=c.fsdp, recompute=c.recompute, optimizer=c.optimizer, ema=c.ema > 0,
+                          accumulate=c.batch > micro * world, param_dtype=getattr(torch, c.param_dtype),
+                          dtype=torch.float32 if c.dtype == "float32" else torch.bfloat16)
+    with torch.device("meta"):
+        count = GPT(model).num_params()
+    tokens, flops = c.steps * c.batch * c.seq, model.flops(c.seq)
+    seconds = tokens * flops / (0.4 * PEAK_FLOPS["H100"] * world)
+    return "\n".join([
+        f"{model.route} {c.size}: {count['total']:,} parameters ({count['routing']:,} routing), vocabulary {model.vocab_size:,}",
+        f"{world} GPUs, {micro} x {c.seq} tokens a micro batch, {c.batch // world // micro} of them a step; GiB on each:",
+        *(f"  {name:11} {value / 2**30:8.2f}" for name, value in bytes_.items()),
+        f"{tokens:,} tokens, {tokens * flops:.3g} FLOPs: {seconds / 3600:,.1f} hours at 40 % of an H100's {PEAK_FLOPS['H100'] / 1e12:.0f} TFLOP/s"])
 
 
 def take_weights(model, folder):
