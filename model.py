@@ -778,14 +778,18 @@ def clip_gradients(parameters, limit):
     return norm
 
 
+@functools.cache
+def capture_stream():  # memory of a pool is used again only by what is captured on the same stream
+    return torch.cuda.Stream()
+
+
 def capture(step, *inputs, pool=None):
     """Records step(*inputs) as a CUDA graph, so that the CPU launches it as one piece, and returns (replay, pool):
     replay(*inputs) copies new inputs of the same shapes into place, runs the graph and returns step's outputs, tensors that the next
     replay overwrites. The same holds for gradients that are None when step begins; gradients that exist are added to.
     step runs once before, to compile; not if a pool is given: that of an earlier graph of much the same step, whose memory is
     then used in turn."""
-    static = [x.clone() for x in inputs]
-    side = torch.cuda.Stream()
+    static, side = [x.clone() for x in inputs], capture_stream()
     side.wait_stream(torch.cuda.current_stream())
     if pool is None:
         with torch.cuda.stream(side):
