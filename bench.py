@@ -4,6 +4,7 @@
     python bench.py kernel --plain --peers=all            # beside plain PyTorch and the other packages that are installed
     python bench.py train --size=100m,350m,1b             # mhar against the baseline
     python bench.py train --size=lr-1b --routes="baseline; lr --blocks=8; attnres --blocks=8"
+    python bench.py loss --size=350m                      # the output head with its loss
     python bench.py error --run=out/attnres-nano          # the reads of a trained model, against float64
 
 kernel: every site of one microbatch in order, forward and backward, gradients into every source and query. The sublayers are
@@ -17,6 +18,9 @@ train: forward, backward, clipping and fused AdamW, bf16 parameters and activati
 route's model anew, in rotated order. The mean's ratio to the baseline is paired within a repeat, +- its 95 % Student-t interval;
 GiB is the peak of what is allocated during a step and memory its ratio (must 1.08, goal 1.02); "first s" goes from building the model to
 the end of its first replayed step, and is short in later runs, which find everything compiled. MFU is of 989 TFLOP/s.
+
+loss: model.LinearCrossEntropy forward and backward, at several numbers of logits in a chunk, beside PyTorch's cross_entropy on fp32
+logits; GiB is the peak beyond inputs and gradients, dx and dW are the relative l2 errors of the gradients to plain fp32's.
 
 error: a trained run's own outputs, queries and gradients of the reads, in bf16; each read computed again from them by the Bank, by
 kernel.route, by plain PyTorch and (one head) by fla-core; median and largest relative l2 error over the sites, against
@@ -39,10 +43,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import model
 import prepare
-from model import DEPTH_ROUTES, GPT, GPTConfig, capture, clip_gradients, fail, load_run, parse_flags, route
+from model import DEPTH_ROUTES, GPT, GPTConfig, LinearCrossEntropy, capture, clip_gradients, fail, load_run, parse_flags, route
 
 CHAINS = {  # preset of model.py, its routing, tokens of a microbatch, milliseconds that ours must and should reach
     "100m": ("100m", dict(), 16384, 4.0, 2.7),
@@ -82,6 +87,14 @@ class TrainBench:
     seq: int | None = None  # tokens in a sequence; unset: as in the preset's recipe
     graph: bool = True  # replay forward and backward as a CUDA graph
     whole: bool = False  # also compile routes without fused kernels as one whole model instead of part by part
+    json: str | None = None  # write all numbers to this file
+
+
+@dataclass
+class LossBench:
+    size: str = "350m"  # the preset that gives width and vocabulary
+    tokens: int = 16_384  # rows of the logits
+    chunks: str = "28,29,30,31,32"  # base-2 logarithms of the logits in a chunk
     json: str | None = None  # write all numbers to this file
 
 
@@ -476,6 +489,43 @@ def bench_train(b):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# bench.py loss: the output head
+
+
+def bench_loss(b):
+    c = GPTConfig.from_size(b.size)
+    try:
+        chunks = [2 ** int(text) for text in names_of(b.chunks)]
+    except ValueError:
+        fail(f"--chunks={b.chunks}: whole numbers, separated by commas")
+    torch.manual_seed(0)
+    x, weight = torch.randn(b.tokens, c.d_model, device="cuda"), 0.02 * torch.randn(c.vocab_size, c.d_model, device="cuda")
+    targets = torch.randint(c.vocab_size, (b.tokens,), device="cuda")
+    plain = lambda x, w: F.cross_entropy(F.linear(x, w).float(), targets)
+    run = lambda loss, dtype: torch.autograd.grad(loss(*(inputs := [a.to(dtype).requires_grad_() for a in (x, weight)])), inputs)
+    truth = run(plain, torch.float32)
+    methods = {"PyTorch": plain, "PyTorch, compiled": torch.compile(plain)}
+    methods |= {f"ours, 2^{chunk.bit_length() - 1} logits": chunk for chunk in chunks}
+    report, kept = Report(b.json, {"loss": "<20", "ms": "8.2f", "GiB": "7.2f", "dx": "8.1e", "dW": "8.1e"}), LinearCrossEntropy.CHUNK
+
+    def measured(loss):
+        if isinstance(loss, int):
+            LinearCrossEntropy.CHUNK, loss = loss, lambda x, w: LinearCrossEntropy.apply(x, w, targets, 0.0)
+        errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(run(loss, torch.bfloat16), truth)]
+        inputs = [a.bfloat16().requires_grad_() for a in (x, weight)]
+        f = lambda: torch.autograd.grad(loss(*inputs), inputs)
+        base = torch.cuda.memory_allocated() + sum(a.nbytes for a in inputs)  # the gradients
+        torch.cuda.reset_peak_memory_stats()
+        f()
+        return {"GiB": (torch.cuda.max_memory_allocated() - base) / 2**30, "ms": timed(f, 10), "dx": errors[0], "dW": errors[1]}
+
+    for name, loss in methods.items():
+        gc.collect(), torch.cuda.empty_cache()
+        report.add({"loss": name} | attempt(measured, loss))
+    LinearCrossEntropy.CHUNK = kept
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # bench.py error: the reads of a trained model, one by one
 
 
@@ -576,7 +626,7 @@ def need_cuda():
 
 
 def main():
-    benches = {"kernel": (KernelBench, bench_kernel), "train": (TrainBench, bench_train), "error": (ErrorBench, bench_error)}
+    benches = {"kernel": (KernelBench, bench_kernel), "train": (TrainBench, bench_train), "loss": (LossBench, bench_loss), "error": (ErrorBench, bench_error)}
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("--help", "-h"):
         print(__doc__.strip(), f"\n\nbench.py {{{'|'.join(benches)}}} --help lists the flags")

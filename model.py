@@ -589,10 +589,10 @@ class Cache:
 
 def softmax_gradient(logits, targets, z_loss, n):
     """The sum of the cross-entropies of logits [tokens, vocab_size], and the gradient of LinearCrossEntropy's mean over n tokens."""
-    wide_logits, hit = wide(logits), torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    wide_logits, column = wide(logits), torch.arange(logits.shape[-1], device=logits.device)
     lse = wide_logits.logsumexp(-1)
-    loss = lse.sum() - torch.where(hit, wide_logits, 0).sum()
-    grad = (wide_logits - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None] - hit.to(lse.dtype)
+    loss = lse.sum() - wide_logits.gather(1, targets[:, None]).sum()
+    grad = (wide_logits - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None] - (column == targets[:, None]).to(lse.dtype)
     return loss, (grad / n).to(logits.dtype)
 
 

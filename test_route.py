@@ -1076,7 +1076,7 @@ def test_fused_long_chain(case):
     assert_exact(fused, truth, max(2.5e-6, 3 * max(error(plain[name], truth[name]) for name in truth)))
 
 
-def close(a, b):
+def near(a, b):
     return (a - b).abs() <= 0.05 + 0.05 * b.abs()
 
 
@@ -1096,7 +1096,7 @@ def test_fused_bf16_chain(case):
     ratio = math.exp(np.mean([math.log(far(fused, name) / far(plain, name)) for name in truth]))
     assert ratio <= (1 if case.get("prenorm") else 1.02), ratio  # without the norm, a rounded partial mix shows
     # Over such chains plain bf16 has up to 1 element in 100,000 out of bounds too.
-    assert torch.cat([close(fused[name], truth[name]).flatten() for name in truth if "read" in name]).double().mean() > 1 - 2e-5
+    assert torch.cat([near(fused[name], truth[name]).flatten() for name in truth if "read" in name]).double().mean() > 1 - 2e-5
 
 
 @gpu
@@ -1111,7 +1111,7 @@ def test_fused_bf16_read(n, d, H, R, norm):
         results.append((out, *torch.autograd.grad(out, (v, query), draw(50, d, seed=5).bfloat16().to(dtype))))
     assert results[0][0].dtype == torch.bfloat16
     (mix, dv, dq), truth = results
-    assert close(mix, truth[0]).all() and close(dv, truth[1]).all() and (dq - truth[2]).norm() <= 0.01 * truth[2].norm()
+    assert near(mix, truth[0]).all() and near(dv, truth[1]).all() and (dq - truth[2]).norm() <= 0.01 * truth[2].norm()
 
 
 @gpu
