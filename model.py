@@ -176,13 +176,15 @@ class GPTConfig:
                param_dtype=torch.bfloat16, dtype=torch.bfloat16):
         """Bytes on each GPU while micro sequences of seq tokens go forward and backward, compiled and with fused reads, as a dict:
 
-        parameters, gradients, optimizer, average   what a step keeps, by parameter; with fsdp in fp32 and 1 / ranks of it
-        bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
-        activations                                 what the sublayers keep for backward: inputs and normed inputs (neither where a read has done
-                                                    the norm: then both are the bank's mix), Q and K before and after rotation, V, attention's
-                                                    output, gate, up and their product; with recompute only the inputs, and all of one sublayer
-        head                                        one chunk's logits in dtype and their gradient; the head's gradient
+        parameters, gradients, optimizer, average   by parameter, two optimizer states (Muon one); with fsdp in fp32 and 1 / ranks of it
+        buckets                                     the gradients again, for the ranks' average (without fsdp)
         gathered                                    fsdp: embedding and head in fp32 with their gradients, two sublayers in dtype
+        bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
+        activations                                 what the sublayers keep for backward: inputs and normed inputs (where a read has done the
+                                                    norm, both are the bank's mix, and the weights times the norm's gain are kept), Q and K
+                                                    before and after rotation, V, attention's output (twice), gate, up and their product;
+                                                    with recompute only the inputs, and all of one sublayer
+        head                                        one chunk's logits and their gradient, the gradient of the head
         peak                                        at the head, or at the optimizer's step, whichever is more
         """
         with torch.device("meta"):
@@ -194,25 +196,25 @@ class GPTConfig:
         total, q, kv = sum(stored.values()), self.n_head * self.head_dim, self.n_kv_head * self.head_dim
         routed = self.route in DEPTH_ROUTES
         copies = HC_STREAMS if self.route == "hc" else 0 if routed and not self.delta else 1
-        attention, mlp = 3 * q + (3 if self.qk_norm else 2) * kv, 3 * self.d_mlp
+        attention, mlp = 4 * q + (3 if self.qk_norm else 2) * kv, 3 * self.d_mlp
         if recompute:
-            widths = copies * d * (self.M + 1) + d + max(attention, mlp)
+            kept = copies * d * (self.M + 1) + d + max(attention, mlp)
         else:
-            widths = (copies + (copies > 0)) * d * (self.M + 1) + self.n_layer * (attention + mlp)
+            kept = (copies + (copies > 0)) * d * (self.M + 1) + self.n_layer * (attention + mlp)
+        scaled = self.n_layer * d * (q + 2 * kv + 2 * self.d_mlp) if copies == 0 and self.norm_gain and not recompute else 0
+        chunk = -(-tokens // LinearCrossEntropy.chunks(tokens, rows))
         sizes = {
             "parameters": total, "gradients": total, "optimizer": 2 * total - (inside if optimizer == "muon" else 0),
             "average": sum(p.numel() for p in named.values()) * 4 / (ranks if fsdp else 1) if ema else 0,
+            "buckets": total if ranks > 1 and not fsdp else 0,
+            "gathered": (1 if self.tied else 2) * rows * d * 4 * 2 + 2 * max(2 * d * (q + kv), 3 * d * self.d_mlp) * size if fsdp else 0,
             "bank": 2 * (self.M + 1) * tokens * d * size if routed else 0,
-            "activations": widths * tokens * size,
-            "head": 2 * size * min(tokens * rows, max(rows, LinearCrossEntropy.CHUNK)) + rows * d * size,
-            "gathered": 0,
+            "activations": (kept * tokens + scaled) * size,
+            "head": (2 * chunk + d) * rows * size,
         }
-        if fsdp:
-            largest = max(2 * d * (q + kv), 3 * d * self.d_mlp)
-            sizes["gathered"] = (1 if self.tied else 2) * rows * d * 4 * 2 + 2 * largest * size
-        kept = total + sizes["optimizer"] + sizes["average"] + sizes["gathered"]
+        always = sum(sizes[name] for name in ("parameters", "optimizer", "average", "buckets", "gathered"))
         running = sizes["bank"] + sizes["activations"] + sizes["head"] + (total if accumulate else 0)
-        return {name: round(value) for name, value in (sizes | {"peak": kept + max(running, total)}).items()}
+        return {name: round(value) for name, value in (sizes | {"peak": always + max(running, total)}).items()}
 
 
 DEPTH_ROUTES = ("attnres", "lr", "mhar")
@@ -587,9 +589,11 @@ class Cache:
 # The loss
 
 
-def softmax_gradient(logits, targets, z_loss, n):
-    """The sum of the cross-entropies of logits [tokens, vocab_size], and the gradient of LinearCrossEntropy's mean over n tokens."""
-    wide_logits, column = wide(logits), torch.arange(logits.shape[-1], device=logits.device)
+def softmax_gradient(logits, targets, vocab_size, z_loss, n):
+    """The sum of the cross-entropies of logits [tokens, vocab_size or more], whose further columns do not count, and the gradient of
+    LinearCrossEntropy's mean over n tokens."""
+    column = torch.arange(logits.shape[-1], device=logits.device)
+    wide_logits = wide(logits).masked_fill(column >= vocab_size, -torch.inf)
     lse = wide_logits.logsumexp(-1)
     loss = lse.sum() - wide_logits.gather(1, targets[:, None]).sum()
     grad = (wide_logits - lse[:, None]).exp() * (1 + 2 * z_loss * lse)[:, None] - (column == targets[:, None]).to(lse.dtype)
@@ -612,19 +616,24 @@ class LinearCrossEntropy(torch.autograd.Function):
     CHUNK = 2 ** 30
 
     @staticmethod
+    def chunks(tokens, vocab_size):  # a power of two: mostly chunks of one size, for which the compiler sees one shape
+        return min(tokens, 2 ** max(0, math.ceil(math.log2(tokens * vocab_size / LinearCrossEntropy.CHUNK))))
+
+    @staticmethod
     def forward(ctx, x, weight, targets, z_loss):
-        loss, dx, dweight, w, chunks = 0.0, [], None, weight.to(x.dtype), 1
-        while chunks < len(x) and len(x) * len(weight) > chunks * LinearCrossEntropy.CHUNK:
-            chunks *= 2  # mostly of one size, for which the compiler sees one shape
-        step = compiled_softmax_gradient() if x.is_cuda else softmax_gradient
+        chunks, rows, w = LinearCrossEntropy.chunks(len(x), len(weight)), len(weight), weight.to(x.dtype)
+        if x.dtype.itemsize == 2 and rows % 8:  # tensor cores are slow on rows of logits that are not aligned
+            w = F.pad(w, (0, 0, 0, -rows % 64))
+        loss, dx, dweight, step = 0.0, [], None, compiled_softmax_gradient() if x.is_cuda else softmax_gradient
         for xs, ts in zip(x.tensor_split(chunks), targets.tensor_split(chunks)):
-            part, dlogits = step(F.linear(xs, w), ts, z_loss, len(x))
+            part, dlogits = step(F.linear(xs, w), ts, rows, z_loss, len(x))
             loss = loss + part
             if any(ctx.needs_input_grad):
                 dx.append(dlogits @ w)
                 dweight = dlogits.T @ xs if dweight is None else dweight.addmm_(dlogits.T, xs)
+            del dlogits  # before the next chunk's are made
         ctx.weight_dtype = weight.dtype
-        ctx.save_for_backward(torch.cat(dx) if dx else None, dweight)
+        ctx.save_for_backward(torch.cat(dx) if dx else None, None if dweight is None else dweight[:rows])
         return loss / len(x)
 
     @staticmethod

@@ -2395,3 +2395,62 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder):
     assert all(p.isfinite().all() for s in states.values() for part in ("model", "ema") for p in s[part].values())
     call("train.py", f"--resume={run}", "--steps=12", cwd=folder)
     assert list(losses(run)) == list(range(1, 13)) and all(map(math.isfinite, losses(run).values()))
+
+
+# What a run needs, by arithmetic
+
+
+@pytest.mark.parametrize("flags", ["--route=mhar --param_dtype=bfloat16 --ema=0.9", "--route=attnres --blocks=2 --optimizer=muon", "--route=hc --norm_gain=false --tied=false"])
+def test_memory_of_weights_and_optimizer(inside, flags):
+    run = trained("memory" + flags.replace(" ", ""), "--steps=1", *flags.split())
+    state, run = torch.load(run / "ckpt.pt", weights_only=True), load_run(run)[1]
+    c, flat = GPTConfig(**run["model"]), lambda part: {a.data_ptr(): a.nbytes for a in part if a.ndim}
+    plan = c.memory(32, 1, param_dtype=getattr(torch, run["train"]["param_dtype"]), optimizer=run["train"]["optimizer"], ema=bool(state["ema"]))
+    moments = [a for o in state["optimizer"] for s in o["state"].values() for name, a in s.items() if name != "step"]
+    # Not read out: gradients have the parameters' dtypes.
+    assert plan["parameters"] == plan["gradients"] == sum(flat(state["model"].values()).values())
+    assert plan["optimizer"] == sum(flat(moments).values()) and plan["average"] == sum(flat((state["ema"] or {}).values()).values())
+    quarter = c.memory(32, 1, ranks=4, fsdp=True, optimizer=run["train"]["optimizer"], ema=True)
+    assert quarter["parameters"] == round(sum(p.numel() for p in GPT(c).parameters())) and quarter["average"] == quarter["parameters"]
+
+
+@pytest.mark.parametrize("route", ["baseline", "mhar"])
+def test_memory_of_activations(route):
+    """Against what the compiler's partition really keeps of each kind of sublayer; no compiler for the CPU is needed for that."""
+    c, T = GPTConfig(n_layer=1, d_model=128, n_head=4, n_kv_head=2, head_dim=48, d_mlp=320, route=route, vocab_size=16), 1024
+    rope, kept, normed = [a.float() for a in model.rotary(c, 0, T, torch.device("cpu"))], {}, route != "baseline"
+    for kind in (model.Attention, model.MLP):
+        sublayer = kind(c)
+        GPT.cast_parameters(sublayer, torch.bfloat16)
+        sublayer.compile(backend="aot_eager_decomp_partition")
+        x = torch.randn(1, T, c.d_model, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda a: kept.__setitem__(a.untyped_storage().data_ptr(), a) or a, lambda a: a):
+            y, _ = sublayer(x, normed, rope, None, None)
+        own = {p.untyped_storage().data_ptr() for p in (x, *rope, *sublayer.parameters())}
+        kept = {at: a for at, a in kept.items() if at not in own}
+        y.sum().backward()
+    measured, plan = sum(a.nbytes for a in kept.values()), c.memory(T, 1)
+    d = 2 * T * c.d_model
+    others = 4 * d if route == "baseline" else 0  # the three inputs, which no sublayer keeps for itself, and the last one normed
+    assert measured == pytest.approx(plan["activations"] - others, rel=0.03), (measured, plan)
+    assert plan["bank"] == (0 if route == "baseline" else 2 * 3 * d)
+
+
+def test_memory_of_the_bank(kernel):
+    c = GPTConfig(**SMALL | dict(route="mhar"))
+    bank = kernel.Bank(draw(3, 5, c.d_model), draw(c.M + 1, c.H, c.r // c.H), c.ends)
+    assert bank.slots.bank.nbytes + bank.slots.mix.nbytes == c.memory(5, 3, dtype=torch.float32)["bank"]
+
+
+def test_dry_run(inside):
+    before = sorted(inside.rglob("*"))
+    shown = lambda ranks, *flags: subprocess.run([sys.executable, HERE / "train.py", "--dry_run", *flags], env={**os.environ, "WORLD_SIZE": str(ranks)},
+                                                 capture_output=True, text=True, check=True).stdout
+    eight, one = shown(8, "--size=8b", "--fsdp", "--recompute", "--micro=2"), shown(1, "--size=8b", "--recompute", "--micro=2")
+    peaks = [float(re.search(r"peak +([\d.]+)", text)[1]) for text in (eight, one)]
+    assert peaks[0] < 60 < 80 < peaks[1] and "8,030,797,889 parameters" in eight and "9,961,472,000 tokens" in eight and sorted(inside.rglob("*")) == before
+    hours = [float(re.search(r"([\d.]+) hours", text)[1]) for text in (eight, one)]
+    assert hours[1] == pytest.approx(8 * hours[0], rel=0.01)
+    # 6 FLOPs a parameter and token, and attention's: 12 L d T (its causal half not taken off); routing adds less than 1 %
+    flops = 9_961_472_000 * (6 * (8.03e9 - 128_256 * 4096) + 12 * 32 * 4096 * 4096)
+    assert hours[0] * 3600 == pytest.approx(flops / (0.4 * 989e12 * 8), rel=0.01)

@@ -377,9 +377,7 @@ def train(model_config, c, vocab_given=False):
         """Micro batch i of a step: adds its gradients (the first replaces them), returns its share of the step's loss."""
         if i == 0:
             model.zero_grad()
-        last = i == n_micro - 1  # gradients are averaged over the ranks once a step
-        if c.fsdp:
-            model.set_requires_gradient_sync(last)
+        last = i == n_micro - 1  # gradients are averaged over the ranks once a step (FSDP: each time, or each rank would hold all of them)
         with nullcontext() if last or world == 1 or c.fsdp else wrapped.no_sync():
             loss = loss_of(wrapped, rows) / n_micro
             loss.backward()
@@ -488,7 +486,7 @@ def train(model_config, c, vocab_given=False):
         entry = {"step": step, "tokens": step * c.batch * c.seq, "loss": loss, "lr": lr, "grad_norm": grad_norm,
                  "tokens_per_s": round(speed),
                  "mfu": round(speed * flops / peak_flops / world, 4) if peak_flops else None,
-                 "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if cuda else None}
+                 "peak_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3) if cuda else None}  # reserved: a graph's replay allocates nothing
         if step % c.eval_every == 0 or step == c.steps:
             entry |= evaluations()
         if master:
