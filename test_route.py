@@ -2454,3 +2454,26 @@ def test_dry_run(inside):
     # 6 FLOPs a parameter and token, and attention's: 12 L d T (its causal half not taken off); routing adds less than 1 %
     flops = 9_961_472_000 * (6 * (8.03e9 - 128_256 * 4096) + 12 * 32 * 4096 * 4096)
     assert hours[0] * 3600 == pytest.approx(flops / (0.4 * 989e12 * 8), rel=0.01)
+
+
+def test_a_disk_that_is_full_for_one_rank(folder):
+    """The second sharded save fails on rank 1 alone: the first stays, and the run goes on from it."""
+    (folder / "full.py").write_text(f"""import os, resource, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+import train
+save, count = train.dcp.save, []
+def limited(*args, **options):
+    if count.append(0) or len(count) == 2 and os.environ["RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    return save(*args, **options)
+train.dcp.save = limited
+train.main()""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "full.py"]
+    done = subprocess.run([*command, *TINY, "--data=small", "--fsdp", "--save_every=2", "--steps=6", "--out=out/full"], cwd=folder,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    run = folder / "out/full"
+    assert done.returncode and "cannot write out/full/ckpt.partial, what was there before is untouched" in done.stderr
+    assert (run / "ckpt/.metadata").exists() and not (run / "ckpt.partial/.metadata").exists() and not (run / "ckpt_prev").exists()
+    call("train.py", "--resume=out/full", cwd=folder, ranks=2)
+    assert list(losses(run)) == list(range(1, 7)) and (run / "ckpt.pt").exists() and not list(run.glob("*.partial"))
