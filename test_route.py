@@ -1933,6 +1933,8 @@ def test_sample_is_greedy_decoding_of_the_full_forward(inside, capsys):
     (train, "--ema=-0.1", "share"),
     (train, "--z_loss=-1", "not negative"),
     (train, "--min_lr=-1", "not negative"),
+    (train, "--min_lr=1", "at most"),
+    (train, "--dry_run --batch=7 --micro=2", "multiple"),
     (train, "--muon_lr=0", "positive"),
     (train, "--seed=-1", "--seed"),
     (train, "--lr=nan", "number"),

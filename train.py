@@ -129,6 +129,8 @@ def configure(flags):
     for name in ("seq", "batch", "steps", "lr", "muon_lr", "eval_every", "eval_tokens", "save_every", "clip"):
         if not getattr(c, name) > 0:
             fail(f"--{name} must be positive, not {getattr(c, name)}")
+    if c.min_lr > c.lr:
+        fail(f"--min_lr={c.min_lr:g} must be at most --lr={c.lr:g}")
     if not 0 <= c.seed < 2**63:
         fail(f"--seed must be from 0 to 2^63 - 1, not {c.seed}")
     if not (0 <= c.warmdown <= 1 and 0 <= c.ema < 1 and min(c.warmup, c.min_lr, c.weight_decay, c.z_loss) >= 0):
