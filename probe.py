@@ -1,0 +1,907 @@
+"""Look inside: what depth routing costs, what a trained run's routing does, and how runs compare.
+
+    python probe.py cost --size=lr-0.5b --route=lr --rank=32 --blocks=8       # arithmetic, nothing is run
+    python probe.py cost --size=lr-0.5b --route=lr --sweep                    # every rank and number of blocks of LR's tables
+    python probe.py routing out/mhar-nano --plot=routing.png                  # who reads what, over validation text
+    python probe.py routing out/mhar-nano --text="def main():" --plot=text.png   # one text, token by token
+    python probe.py queries out/attnres-nano --plot=queries.png               # is one head enough?
+    python probe.py queries model.safetensors --query='layers.*.query'        # the queries of any checkpoint
+    python probe.py compare out/* --plot=curves.svg                           # losses, speed, seeds, of whole runs
+
+Each prints a table; --json=FILE writes its numbers, --plot=FILE (.png, .svg or .pdf; pip install matplotlib) draws them.
+
+cost: S_src, the sum of |S(t)|; the routing's FLOPs as a share of the core L (2 d q + 2 d kv + 3 d m), the backbone without embeddings,
+head and attention scores (LR tables 4 and 5); what the keys' r coordinates save of a read's r + d multiply-adds; the memory traffic of
+all reads of a step, in units of one [tokens, d] tensor as it is stored, and the time that it takes at --bandwidth:
+    push      as published: each site reads its slots once forward, twice backward, where it also reads and writes fp32 gradients
+    pull      every (site, slot) pair is read once forward (the slot) and once backward (the site's gradient)
+    chunked   --chunk sites fetch their older slots together, --chunk slots the gradients of later sites
+and besides, once for each site: slots, mixes and gradients written and read, and with chunks the partial results.
+
+routing: the weights' mean over tokens (LR figure 8); exp(H), H a token's entropy over slots, its mean and standard deviation over
+tokens: the effective number of sources (LR Eq. 14); each head's deviation from the mean over heads, half the sum of absolute
+differences of the mean weights, beside that of random queries of the same norms, and how well both repeat on the other half of the text:
+r, over all sites, slots and heads (MHAR figure 4). Every second half is other text; nothing is stored for each token.
+
+queries: each head's query cut into S slices, each voting alone: z_s is slice s's part of the logits z = sum of z_s over s,
+
+    disagreement = mean over tokens and slices of KL(a_s || alpha),    a_s = softmax(S z_s),    alpha = softmax(z)
+
+so slices that agree give 0; beside it random queries of the same norm, the excess over them, slices of every S-th coordinate,
+--sources slots at every site, and the sources' mean cosine (MHAR table 6). Of the queries alone (gain folded in): the rank and singular
+values of all sites' queries as one matrix (LR 4.8), exp of the entropy of the squared coordinates' shares, and zeros (LR appendix E).
+
+compare: a run's loss is the mean of its last --tail evaluations. A baseline with the same backbone, data, steps and seed (the best,
+if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation / sqrt(seeds).
+--gain fits L = A C^-alpha + E through the baselines, C = FLOPs in training: how much more compute a baseline needs for a run's loss
+(MHAR 3.2). --items compares eval.py's results item by item: exact McNemar test and a bootstrap interval of the difference.
+"""
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+import prepare
+from model import DEPTH_ROUTES, GPT, ROUTING_FLAGS, GPTConfig, fail, load_run, parse_flags, read_config, route, watch_routing, wide
+
+
+@dataclass
+class Cost:
+    size: str = "350m"  # a preset of model.py, whose fields are flags too
+    tokens: int = 16_384  # tokens of a micro batch
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # what slots and gradients are stored in
+    bandwidth: float = 4.2e12  # bytes that the memory moves in a second
+    chunk: int = 8  # sites that fetch older slots together; kernel.py's CHUNK
+    sweep: bool = False  # instead: all ranks and numbers of blocks of LR's tables
+    json: str | None = None  # write the numbers to this file
+    plot: str | None = None  # draw them: .png, .svg or .pdf
+
+
+@dataclass
+class Routing:
+    tokens: int = 65_536  # validation tokens, spread over the whole split
+    batch: int = 8  # sequences in a forward pass
+    text: str | None = None  # instead: the weights of this text, token by token
+    site: int | None = None  # the site for that; unset: the last, which the head reads
+    checkpoint: str = "ckpt.pt"  # or best.pt, ckpt_prev.pt
+    seed: int = 0  # of the random queries
+    device: str | None = None  # unset: cuda if there is one, else cpu
+    json: str | None = None  # write the numbers to this file
+    plot: str | None = None  # draw them: .png, .svg or .pdf
+
+
+@dataclass
+class Queries:
+    tokens: int = 16_384  # validation tokens, spread over the whole split
+    batch: int = 8  # sequences in a forward pass
+    slices: int = 4  # S: slices of each query
+    sources: int = 8  # slots that every site gets in the matched control, spread over S(t); sites with fewer are left out
+    draws: int = 4  # random queries for each site
+    query: str | None = None  # of a .safetensors file: the names of the queries, with *, several separated by commas
+    gain: str | None = None  # the names of the key gains to multiply in, as many
+    checkpoint: str = "ckpt.pt"  # or best.pt, ckpt_prev.pt
+    seed: int = 0  # of the random queries
+    device: str | None = None  # unset: cuda if there is one, else cpu
+    json: str | None = None  # write the numbers to this file
+    plot: str | None = None  # draw them: .png, .svg or .pdf
+
+
+@dataclass
+class Compare:
+    tail: int = 11  # evaluations at the end whose mean is a run's loss
+    gain: bool = False  # compute-equivalent gain: needs baselines of three different amounts of compute
+    items: bool = False  # also what eval.py wrote to RUN/eval/*.json, item by item
+    figure: Literal["curves", "grid", "flops", "norms", "heads"] = "curves"  # loss curves; loss by rank and blocks; by FLOPs; gradient norm by rank; loss by H and KV
+    json: str | None = None  # write the numbers to this file
+    plot: str | None = None  # draw the figure: .png, .svg or .pdf
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# cost
+
+
+def added_flops(c):
+    """Multiply-adds that the routing adds to a token's forward pass, and the core's."""
+    baseline = dataclasses.replace(c, route="baseline", kernel="auto", **ROUTING_FLAGS)
+    d, q, kv = c.d_model, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    return (c.flops(1) - baseline.flops(1)) // 6, c.n_layer * (2 * d * q + 2 * d * kv + 3 * d * c.d_mlp)
+
+
+def pair_reads(c, chunk):
+    """Tensors that the sites 1..M read forward, and the slots backward, if `chunk` sites fetch what was finished before them
+    together, and `chunk` slots the gradients of the sites after them. Chunks of 1: S_src each way."""
+    finished, forward, backward = {0, *c.ends}, 0, c.M  # slot 0 by itself pulls from every site
+    for a in range(1, c.M + 1, chunk):
+        b = min(a + chunk, c.M + 1)
+        old = {i for i in finished if i < a}
+        forward += len(old) + sum(len(set(c.slots(t)) - old) for t in range(a, b))
+        backward += sum(i in c.slots(t) for t in range(a, b) for i in range(a, b)) + (c.M + 1 - b) * any(i in finished for i in range(a, b))
+    return forward, backward
+
+
+def cost(c, tokens=16_384, itemsize=2, bandwidth=4.2e12, chunk=8):
+    """What the routing of a GPTConfig costs over its baseline, as a dict."""
+    with torch.device("meta"):
+        count = GPT(c).num_params()
+        base = GPT(dataclasses.replace(c, route="baseline", kernel="auto", **ROUTING_FLAGS)).num_params()
+    added, core = added_flops(c)
+    result = {"route": flags_of(c), "added_flops_percent": 100 * added / core, "parameters_added": count["total"] - base["total"]}
+    if c.route not in DEPTH_ROUTES:
+        return result
+    d, r, M, reads, projected = c.d_model, c.r, c.M, c.source_reads(), c.keys == "projected"
+    retained = max(len(c.slots(t)) for t in range(M + 1))
+    result |= {"source_reads": reads, "kernel_reduction_percent": 100 * (1 - (r + d) / (2 * d)), "retained_slots": retained,
+               "retained_bytes": retained * tokens * (d + projected * r) * itemsize}
+    if projected:
+        weights = r * (c.n_layer * (c.n_head * c.head_dim + c.d_mlp) + d)
+        result |= {"key_parameters": weights, "key_flops_percent": 100 * weights / core, "key_bytes_percent": 100 * r / d}
+    if not c.headwise and not projected:  # they have no kernels
+        wide_units = 4 // itemsize  # an fp32 tensor
+        pairs = {"push": reads * (3 + 2 * wide_units), "pull": 2 * reads, "chunked": sum(pair_reads(c, chunk))}
+        once = {"push": (4 + 2 * wide_units) * M, "pull": 7 * M, "chunked": 11 * M}
+        result["traffic"] = [{"kernels": name, "pair_units": pairs[name], "site_units": once[name],
+                              "bytes": (total := (pairs[name] + once[name]) * tokens * d * itemsize), "ms": total / bandwidth * 1e3} for name in pairs]
+    return result
+
+
+def sweep(c):
+    """Rows of LR's tables 4 (source reads) and 5 (added FLOPs in percent of the core) for a size."""
+    schedules = {("full" if N == 0 else f"N={N}"): N for N in (0, 4, 8, 16) if N <= c.M}
+    config = lambda r, N, keys="slice": dataclasses.replace(c, rank=r, blocks=N, keys=keys, key_norm="auto")
+    share = lambda config: (lambda added, core: 100 * added / core)(*added_flops(config))
+    reads = [{"blocks": name, "source_reads": (x := config(1, N)).source_reads(), "retained_slots": max(len(x.slots(t)) for t in range(x.M + 1))}
+             for name, N in schedules.items()]
+    ranks = sorted({max(1, c.d_model * k // 64) for k in (1, 2, 4, 8, 16, 32, 48, 64)})
+    flops = [{"keys": keys, "rank": r, "kernel_reduction_percent": 50 * (1 - r / c.d_model)} | {name: share(config(r, N, keys)) for name, N in schedules.items()}
+             for keys, some in (("slice", ranks), ("projected", ranks[:3])) for r in some]
+    return {"reads": reads, "added_flops_percent": flops}
+
+
+def run_cost(c, model_flags):
+    if min(c.tokens, c.bandwidth, c.chunk) <= 0:
+        fail("--tokens, --bandwidth and --chunk must be positive")
+    config = GPTConfig.from_size(c.size, **model_flags)
+    if c.sweep:
+        if config.route != "lr" or set(model_flags) & {"rank", "blocks", "keys", "delta"}:
+            fail("--sweep goes over ranks, blocks and keys by itself: use it with --route=lr and without these")
+        result = sweep(config)
+        table(result["reads"])
+        print("\nadded FLOPs, percent of the core:")
+        table(result["added_flops_percent"], "#.4g")
+        return result, draw_sweep
+    result = {"size": c.size} | cost(config, c.tokens, 2 if c.dtype == "bfloat16" else 4, c.bandwidth, c.chunk)
+    for name, value in result.items():
+        if name != "traffic":
+            print(f"{name:26} {cell(value)}")
+    if "traffic" in result:
+        print(f"\nreads of {c.tokens:,} tokens in {c.dtype}, a unit being {c.tokens * config.d_model * (2 if c.dtype == 'bfloat16' else 4):,} bytes:")
+        table(result["traffic"])
+    elif c.plot:
+        fail("--plot draws the reads' traffic, which there is none of here")
+    return result, draw_cost
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# routing
+
+
+def text_batches(run, c):
+    """Batches [B, seq] of token ids, with document numbers if the run was trained so: --tokens of the validation split, evenly
+    spread; in two halves: yields (half, idx, docs)."""
+    data = prepare.Shards(run["data"]["folder"], "val", run["train"]["seq"])
+    n = min(data.n_windows, max(2, c.tokens // data.seq))
+    picks = [i * data.n_windows // n for i in range(n)]
+    for half, part in enumerate((picks[:n // 2], picks[n // 2:])):
+        for i in range(0, len(part), c.batch):
+            idx = torch.from_numpy(np.stack([data.window(p)[:-1] for p in part[i:i + c.batch]]))
+            yield half, idx, (idx == data.meta["eot"]).cumsum(1) if run["train"].get("doc_mask") else None
+
+
+@torch.no_grad()
+def visit_reads(model, idx, docs, visit):
+    """Runs the model on idx [B, T] and calls visit(site, weights, sources, query, keys) at every read of the sites 1..M, site being (t, j):
+    j counts the reads of a site, several only with headwise."""
+    count = Counter()
+
+    def each(t, *read):
+        if t > 0:
+            visit((t, count[t]), *read)
+            count[t] += 1
+
+    with watch_routing(each):
+        model.hidden(idx, docs)
+
+
+class RandomQueries:
+    """For each site, queries in random directions, each head's as long as the trained one; the same every time."""
+
+    def __init__(self, seed, draws=1):
+        self.generator, self.draws, self.queries = torch.Generator().manual_seed(seed), draws, {}
+
+    def __call__(self, site, query):
+        if site not in self.queries:
+            random = torch.randn(self.draws, *query.shape, generator=self.generator).to(query)
+            self.queries[site] = random * (query.norm(dim=-1) / random.norm(dim=-1)).unsqueeze(-1)
+        return self.queries[site]
+
+
+class Statistics:
+    """Sums over tokens of the weights of each site and of exp(H) and its square, in float64, for each half of the text:
+    as large for one token as for a million."""
+
+    def __init__(self):
+        self.sums = {}
+
+    def add(self, half, site, weights):
+        w = weights.flatten(1, -2)  # [n, tokens, H]
+        effective = -torch.xlogy(w, w).sum(0)  # [tokens, H]
+        effective = effective.double().exp()
+        new = torch.cat([w.sum(1, dtype=torch.float64), effective.sum(0, keepdim=True), effective.square().sum(0, keepdim=True),
+                         torch.full_like(effective[:1], len(effective))])
+        self.sums[half, site] = self.sums.get((half, site), 0) + new
+
+    def sites(self):
+        """{t: (mean weights of both halves [2, n, H], mean of exp(H) [H], its standard deviation [H])}"""
+        merged = defaultdict(list)
+        for (half, (t, j)), x in sorted(self.sums.items()):
+            merged[t, half].append(x)
+        result = {}
+        for t in sorted({t for t, _ in merged}):
+            halves = [torch.cat(merged[t, half], -1).cpu() for half in (0, 1)]
+            *_, mean, square, n = sum(halves)
+            result[t] = (torch.stack([x[:-3] / x[-1] for x in halves]), mean / n, (square / n - (mean / n).square()).clamp(min=0).sqrt())
+        return result
+
+
+def deviations(weights):
+    """{t: mean weights [2, n, H]} -> ({t: half the sum over slots of |deviation from the mean over heads|, [H]}, r between the halves)."""
+    gap = {t: w - w.mean(-1, keepdim=True) for t, w in weights.items()}
+    a, b = (torch.cat([g[half].flatten() for g in gap.values()]) for half in (0, 1))
+    r = torch.corrcoef(torch.stack([a, b]))[0, 1].item() if min(a.std(), b.std()) > 1e-12 else None
+    return {t: g.mean(0).abs().sum(0) / 2 for t, g in gap.items()}, r
+
+
+def routing(model, run, c, device):
+    """The statistics of a run's weights: a dict with a row for each site."""
+    config, trained, null, random = model.config, Statistics(), Statistics(), RandomQueries(c.seed)
+    args, tokens = dict(norm=config.norm, eps=config.norm_eps), 0
+
+    def visit(half, site, weights, sources, query, keys):
+        trained.add(half, site, weights)
+        if config.H > 1 or config.headwise:
+            null.add(half, site, route(sources, random(site, query)[0], keys=keys, **args)[1])
+
+    for half, idx, docs in text_batches(run, c):
+        visit_reads(model, idx.to(device), None if docs is None else docs.to(device), functools.partial(visit, half))
+        tokens += idx.numel()
+    sites, result = trained.sites(), {"tokens": tokens}
+    rows = [{"site": t, "before": what_reads(t, config), "slots": config.slots(t), "effective": mean.mean().item(), "spread": std.square().mean().sqrt().item(),
+             "effective_by_head": mean.tolist(), "weights": weights.mean(0).tolist()} for t, (weights, mean, std) in sites.items()]
+    if null.sums:
+        ours, result["replication_r"] = deviations({t: site[0] for t, site in sites.items()})
+        theirs, result["replication_r_random"] = deviations({t: site[0] for t, site in null.sites().items()})
+        for row in rows:
+            row |= {"deviation": ours[row["site"]].tolist(), "deviation_random": theirs[row["site"]].tolist()}
+    return result | {"sites": rows}
+
+
+def what_reads(t, config):
+    return "head" if t == config.M else "MLP" if t % 2 else "attention"
+
+
+def text_routing(model, run, c, device):
+    """The weights of one site at every token of a text."""
+    encoding = prepare.encoding(run["data"]["encoding"], folder=run["data"]["folder"])
+    site = model.config.M if c.site is None else c.site
+    if not 1 <= site <= model.config.M:
+        fail(f"--site must be from 1 to {model.config.M}, not {site}")
+    ids, found = [encoding.eot] + encoding.encode(c.text), []
+    visit_reads(model, torch.tensor([ids], device=device), None, lambda s, weights, *_: found.append(weights[:, 0]) if s[0] == site else None)
+    return {"site": site, "before": what_reads(site, model.config), "slots": model.config.slots(site), "tokens": ["·" if i == encoding.eot else encoding.decode([i]) for i in ids],
+            "weights": torch.cat(found, -1).permute(2, 0, 1).tolist()}  # [H][slot][token]
+
+
+def run_routing(c, name):
+    model, run, device = load(c, name)
+    if c.text is not None:
+        result = text_routing(model, run, c, device)
+        mean = np.mean(result["weights"], 0)  # [slot, token]
+        print(f"site {result['site']}, before the {result['before']}; the three slots that each token reads most, mean over heads:")
+        for token, column in zip(result["tokens"], mean.T):
+            print(f"{token!r:>14} ", *(f"{result['slots'][i]:>4} {column[i]:5.1%}" for i in (-column).argsort()[:3]))
+        return result, draw_text
+    result = routing(model, run, c, device)
+    rows = [{"site": row["site"], "before": row["before"], "slots": len(row["slots"]), "effective": row["effective"], "spread": row["spread"],
+             "most read": "  ".join(f"{row['slots'][i]}: {mean[i]:.0%}" for i in (-mean).argsort()[:3])}
+            | ({"deviation": np.mean(row["deviation"]), "random": np.mean(row["deviation_random"])} if "deviation" in row else {})
+            for row in result["sites"] for mean in [np.mean(row["weights"], 1)]]
+    table(rows)
+    print(f"{result['tokens']:,} tokens" + (f"; deviations on one half of the text and the other: r = {cell(result['replication_r'])}, random queries "
+          f"{cell(result['replication_r_random'])}" if "replication_r" in result else ""))
+    return result, draw_routing
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# queries
+
+
+def slice_logits(sources, query, slices, interleaved=False, norm="full", keys=None, eps=1e-6):
+    """The logits of route(), in parts: z [n, ..., H, slices], part s from slice s of the head's key coordinates, contiguous or every
+    slices-th. Their sum over s is the logit. Arguments as route()'s."""
+    H, R = query.shape
+    parts = []
+    for i, v in enumerate(sources):
+        v = wide(v).unflatten(-1, (H, -1))
+        key = v[..., -R:] if keys is None else wide(keys[i]).unflatten(-1, (H, R))
+        square = v.square().mean((-2, -1)).unsqueeze(-1) if norm == "full" else key.square().mean(-1)
+        part = (key * query).unflatten(-1, (-1, slices) if interleaved else (slices, -1)).sum(-2 if interleaved else -1)
+        parts.append(part * (square + eps).rsqrt().unsqueeze(-1))
+    return torch.stack(parts)
+
+
+def disagreement(z):
+    """Slice logits z [n, ..., H, S] -> KL(a_s || alpha) in nats, summed over tokens, mean over heads and slices: a_s = softmax(S z_s) is what
+    slice s alone would choose, alpha = softmax(sum of z_s)."""
+    a, alpha = (z.shape[-1] * z).log_softmax(0), z.sum(-1, keepdim=True).log_softmax(0)
+    return (a.exp() * (a - alpha)).sum(0).mean((-2, -1)).sum(dtype=torch.float64)
+
+
+def collinearity(sources):
+    """Mean cosine of all pairs of n sources [..., d], summed over tokens."""
+    n, total = len(sources), sum(torch.nn.functional.normalize(wide(v), dim=-1) for v in sources)
+    return ((total.square().sum(-1) - n) / (n * (n - 1))).sum(dtype=torch.float64)
+
+
+def coordinates(query):
+    """Effective number of coordinates of each row, [sites]: exp of the entropy of their shares in the squared length."""
+    p = query.double().square()
+    p = p / p.sum(-1, keepdim=True)
+    return (-torch.xlogy(p, p).sum(-1)).exp()
+
+
+def query_matrix(query, gain):
+    """Of the folded queries [sites, coordinates]: rank, singular values, effective dimension, zeros. Rows of zeros are left out: the query
+    of site 0 is never used."""
+    folded = {dtype: query.to(dtype) if gain is None else query.to(dtype) * gain.to(dtype) for dtype in (torch.float32, torch.float64)}
+    matrix = folded[torch.float64]
+    used = matrix.abs().sum(1) > 0
+    if not used.any():
+        return {"queries": 0, "zero_queries": len(matrix)}
+    values = torch.linalg.svdvals(matrix[used])
+    energy = values.square().cumsum(0) / values.square().sum()
+    dims = coordinates(matrix[used])
+    return {"queries": used.sum().item(), "zero_queries": (~used).sum().item(), "width": matrix.shape[1],
+            "rank": (values > values[0] * max(matrix.shape) * torch.finfo(torch.float32).eps).sum().item(),
+            "rank_99": (energy < 0.99).sum().item() + 1,  # singular values that hold 99 % of the squared norm
+            "effective_dimension": dims.mean().item(), "effective_dimension_by_site": dims.tolist(),
+            "zeros_fp32": (folded[torch.float32][used] == 0).sum().item(), "zeros_fp64": (matrix[used] == 0).sum().item(), "singular_values": values.tolist()}
+
+
+def width(model, run, c, device):
+    """Disagreement between slices of the trained queries, site by site."""
+    config, random, sums, tokens = model.config, RandomQueries(c.seed, c.draws), defaultdict(float), 0
+    args = dict(norm=config.norm, eps=config.norm_eps)
+    matched = min(c.sources, max(len(config.slots(t)) for t in range(config.M + 1)))
+
+    def visit(site, weights, sources, query, keys):
+        nulls, some = random(site, query), torch.linspace(0, len(sources) - 1, matched).round().long().tolist()
+        def measure(name, sources, keys, interleaved=False):
+            of = lambda q: disagreement(slice_logits(sources, q, c.slices, interleaved, keys=keys, **args))
+            sums[site[0], name] += of(query)
+            sums[site[0], name + "_random"] += sum(map(of, nulls)) / c.draws
+        measure("contiguous", sources, keys)
+        measure("interleaved", sources, keys, interleaved=True)
+        if len(sources) >= matched > 1:
+            measure("matched", [sources[i] for i in some], keys and [keys[i] for i in some])
+        sums[site[0], "cosine"] += collinearity(sources)
+        sums[site[0], "n"] += weights[0, ..., 0].numel()
+
+    for _, idx, docs in text_batches(run, c):
+        visit_reads(model, idx.to(device), None if docs is None else docs.to(device), visit)
+        tokens += idx.numel()
+    rows = []
+    for t in range(config.delta + 1 if config.delta else 1, config.M + 1):
+        mean = {name: (x / sums[t, "n"]).item() for (site, name), x in sums.items() if site == t and name != "n"}
+        row = {"site": t, "slots": len(config.slots(t)), "cosine": mean["cosine"]}
+        for name in ("contiguous", "interleaved", "matched"):
+            if name in mean:
+                row |= {name: mean[name], f"{name}_random": mean[f"{name}_random"], f"{name}_excess": mean[name] - mean[f"{name}_random"]}
+        rows.append(row)
+    means = {name: statistics.mean(row[name] for row in rows if name in row) for name in rows[-1] if name not in ("site", "slots")}
+    return {"slices": c.slices, "matched_sources": matched, "tokens": tokens, "sites": rows, "mean": means}
+
+
+def run_queries(c, name):
+    if min(c.slices, c.sources - 1, c.draws) < 1:
+        fail("--slices and --draws must be positive, --sources at least 2")
+    if name.endswith(".safetensors"):
+        result = {"matrices": {"query": query_matrix(*tensors(c, name))}}
+    elif c.query or c.gain:
+        fail("--query and --gain name the tensors of a .safetensors file; a run's are known")
+    else:
+        model, run, device = load(c, name)
+        config, router = model.config, model.router
+        widths = [config.d_model] * config.headwise + [config.r // config.H]
+        if any(w % c.slices for w in widths):
+            fail(f"--slices={c.slices} must divide the {widths[-1]} coordinates of a query")
+        result = {"matrices": {kind + "query": query_matrix(*(router[kind + x].detach().cpu().flatten(0, -3).flatten(1) if kind + x in router else None for x in ("query", "gain")))
+                               for kind in ("", "group_") if kind + "query" in router}} | width(model, run, c, device)
+        shown = ["site", "slots", "cosine", *(f"{kind}{what}" for kind in ("contiguous", "interleaved", "matched") for what in ("", "_random"))]
+        table([{name: row.get(name) for name in shown} for row in result["sites"]])
+        print(f"{result['tokens']:,} tokens, {c.slices} slices, KL in nats; matched: {result['matched_sources']} slots at each site; means over sites:")
+        for kind in ("contiguous", "interleaved", "matched"):
+            if kind in result["mean"]:
+                print(f"  {kind:12}", *(f"{what} {result['mean'][f'{kind}{key}']:.4g}" for what, key in (("trained", ""), ("random", "_random"), ("excess", "_excess"))))
+        print()
+    for name, matrix in result["matrices"].items():
+        print(f"{name}: " + ", ".join(f"{key} {cell(value)}" for key, value in matrix.items() if not isinstance(value, list)))
+        if "singular_values" in matrix:
+            print("  singular values", *(f"{v:.3g}" for v in matrix["singular_values"][:16]), *["..."] * (len(matrix["singular_values"]) > 16))
+    return result, draw_queries
+
+
+def tensors(c, file):
+    """The queries [sites, coordinates] and gains of a safetensors file: a tensor with several dimensions holds a row for each of its
+    first, one with a single dimension is a row."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        fail("a .safetensors file needs the package: pip install safetensors")
+    if not c.query:
+        fail("give the names of the file's queries: --query='layers.*.query'")
+    natural = lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    try:
+        with safe_open(file, "pt") as f:
+            def rows(patterns):
+                names = sorted((n for n in f.keys() if any(fnmatch(n, p) for p in patterns.split(","))), key=natural)
+                if not names:
+                    fail(f"{file} has no tensor {patterns}; there are: {', '.join(itertools.islice(f.keys(), 8))}, ...")
+                found = [f.get_tensor(n) for n in names]
+                return torch.cat([x.flatten(1) if x.dim() > 1 else x[None] for x in found])
+
+            query, gain = rows(c.query), rows(c.gain) if c.gain else None
+    except (OSError, RuntimeError) as e:
+        fail(f"cannot read the queries of {file}: {' '.join(str(e).split())[:200]}")
+    except Exception as e:  # SafetensorError
+        fail(f"cannot read {file}: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
+    if gain is not None and gain.shape != query.shape:
+        fail(f"--gain gives {list(gain.shape)}, --query {list(query.shape)}: they must be the same")
+    return query, gain
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# compare
+
+RECIPE = ("data", "steps", "batch", "seq", "lr", "schedule", "warmup", "warmdown", "optimizer", "muon_lr", "weight_decay", "decay", "z_loss", "ema",
+          "clip", "doc_mask", "dtype", "param_dtype", "init_from")
+
+
+def flags_of(config):
+    """The route with the routing flags that are not the defaults, as train.py takes them."""
+    given = {name: getattr(config, name) for name, default in ROUTING_FLAGS.items() if getattr(config, name) != default}
+    return " ".join([config.route, *(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items())])
+
+
+def read_run(folder, tail):
+    """What compare needs of a run's folder. Raises ValueError with one line."""
+    run, log = read_config(folder), []
+    try:
+        for line in Path(folder, "log.jsonl").read_text().splitlines():
+            try:
+                log.append(json.loads(line))
+            except ValueError:  # the line that a running job is writing
+                pass
+        evals = [(entry["step"], entry["val_loss"]) for entry in log if "val_loss" in entry]
+        if not evals:
+            raise ValueError(f"{folder} has no evaluation yet")
+        config, norms = GPTConfig(**run["model"]), [entry["grad_norm"] for entry in log]
+        backbone = {k: v for k, v in run["model"].items() if k not in ROUTING_FLAGS and k not in ("route", "kernel")}
+        added, core = added_flops(config)
+        last = [loss for _, loss in evals[-tail:]]
+        return {"run": str(folder), "config": config, "backbone": backbone, "recipe": {k: run["train"].get(k) for k in RECIPE},
+                "size": run["train"]["size"], "seed": run["train"]["seed"], "sha256": run["data"]["sha256"],
+                "loss": statistics.mean(last), "evaluations": len(last), "final_loss": last[-1], "step": log[-1]["step"], "steps": run["train"]["steps"],
+                "tokens_per_s": statistics.median(entry["tokens_per_s"] for entry in log), "compute": run["flops_per_token"] * log[-1]["tokens"],
+                "added_flops_percent": 100 * added / core, "grad_norm": statistics.mean(norms), "grad_norm_variance": statistics.pvariance(norms),
+                "clipped": sum(norm > run["train"]["clip"] for norm in norms) / len(norms), "curve": evals}
+    except OSError as e:
+        raise ValueError(f"{folder} has no log.jsonl that can be read ({e.strerror})")
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{folder} is damaged: {type(e).__name__}: {e}")
+
+
+def compare(runs):
+    """Adds to each run its label, its baseline's name, delta and speed_ratio; returns one row for each label, over seeds."""
+    for run in runs:
+        rest = lambda r: r["backbone"] | r["recipe"]
+        peers = [rest(r) for r in runs if r["size"] == run["size"]]
+        varied = [f"--{k}={v}" for k, v in rest(run).items() if any(p.get(k) != v for p in peers)]
+        run["label"] = " ".join([run["size"]] * (len({r["size"] for r in runs}) > 1) + [flags_of(run["config"]), *varied])
+        same = lambda r: (r["backbone"], r["sha256"], r["seed"], *(r["recipe"][k] for k in ("steps", "batch", "seq", "init_from")))
+        base = min((r for r in runs if r["config"].route == "baseline" and same(r) == same(run)), key=lambda r: r["loss"], default=None)
+        run["baseline"] = base and base["run"]
+        run["delta"], run["speed_ratio"] = (run["loss"] - base["loss"], run["tokens_per_s"] / base["tokens_per_s"]) if base else (None, None)
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run["label"]].append(run)
+    rows = []
+    for label, members in groups.items():
+        mean = lambda name: statistics.mean(found) if (found := [m[name] for m in members if m[name] is not None]) else None
+        std = lambda name: statistics.stdev(found) if len(found := [m[name] for m in members if m[name] is not None]) > 1 else None
+        pairs = sum(m["delta"] is not None for m in members)
+        spread = std("delta")
+        rows.append({"runs": label, "seeds": len({m["seed"] for m in members}), "loss": mean("loss"), "std": std("loss"), "delta": mean("delta"), "delta_std": spread,
+                     "delta_over_se": abs(mean("delta")) / (spread / math.sqrt(pairs)) if spread else None, "speed_ratio": mean("speed_ratio"),
+                     "tokens_per_s": round(mean("tokens_per_s")), "grad_norm": mean("grad_norm"), "grad_norm_variance": mean("grad_norm_variance"), "clipped": mean("clipped"),
+                     "added_flops_percent": mean("added_flops_percent")})
+    return rows
+
+
+def power_law(compute, loss):
+    """The least-squares fit of L = A C^-alpha + E -> (A, alpha, E, rms residual): for each E a line through log(L - E), the E with the least
+    residual by ever finer search. Raises ValueError for fewer than three different C or a loss that does not fall."""
+    C, L = np.log(compute), np.asarray(loss, dtype=np.float64)
+    if len(set(compute)) < 3:
+        raise ValueError(f"a power law needs baselines of three different amounts of compute, there are {len(set(compute))}")
+
+    def fit(u):  # E = (1 - e^u) min L
+        E = -math.expm1(u) * L.min()
+        slope, level = np.polyfit(C, np.log(L - E), 1)
+        return np.sqrt(np.mean((np.exp(level + slope * C) + E - L) ** 2)), level, -slope, E
+
+    low, high = math.log(1e-4), 0.0
+    for _ in range(12):
+        grid = np.linspace(low, high, 41)
+        best = grid[np.argmin([fit(u)[0] for u in grid])]
+        low, high = max(low, best - grid[1] + grid[0]), min(high, best + grid[1] - grid[0])
+    residual, level, alpha, E = fit(best)
+    if alpha <= 0:
+        raise ValueError("the baselines' loss does not fall with compute: no power law")
+    return math.exp(level), float(alpha), float(E), float(residual)
+
+
+def gains(runs):
+    """The power law of the baselines and each other run's compute-equivalent gain: the compute at which the law gives its loss, over its own."""
+    losses = defaultdict(list)
+    for run in runs:
+        if run["config"].route == "baseline":
+            losses[run["compute"]].append(run["loss"])
+    A, alpha, E, residual = power_law(list(losses), [statistics.mean(found) for found in losses.values()])
+    gain = lambda run: ((run["loss"] - E) / A) ** (-1 / alpha) / run["compute"] if run["loss"] > E else None
+    return {"A": A, "alpha": alpha, "E": E, "residual": residual, "points": len(losses),
+            "gain": {run["run"]: gain(run) for run in runs if run["config"].route != "baseline"}}
+
+
+def read_items(folder):
+    """{task: {id: 0 or 1}} of a run's eval/*.json, the newest file last."""
+    found = {}
+    for file in sorted(Path(folder, "eval").glob("*.json"), key=lambda p: p.stat().st_mtime):
+        try:
+            for task, items in json.loads(file.read_text()).get("items", {}).items():
+                found[task] = {item["id"]: int(item["correct"]) for item in items}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{file} holds no results of eval.py: {type(e).__name__}: {e}")
+    return found
+
+
+def paired_items(ours, theirs, seed=0):
+    """{id: correct} of two models on the same items -> discordant counts, exact two-sided McNemar p, difference of the accuracies and its
+    95 % bootstrap interval."""
+    if ours.keys() != theirs.keys() or not ours:
+        raise ValueError(f"the items differ: {len(ours)} and {len(theirs)}, {len(ours.keys() & theirs.keys())} in common")
+    n = len(ours)
+    gained, lost = (sum(ours[i] == won and theirs[i] == 1 - won for i in ours) for won in (1, 0))
+    changed = gained + lost
+    p = min(1.0, 2 * sum(math.comb(changed, k) for k in range(min(gained, lost) + 1)) / 2 ** changed)
+    draws = np.random.default_rng(seed).multinomial(n, [gained / n, lost / n, (n - changed) / n], 10_000)
+    low, high = np.percentile((draws[:, 0] - draws[:, 1]) / n, (2.5, 97.5))
+    return {"n": n, "gained": gained, "lost": lost, "mcnemar_p": p, "difference": (gained - lost) / n, "low": low.item(), "high": high.item()}
+
+
+def run_compare(c, *folders):
+    if c.tail < 1:
+        fail("--tail must be positive")
+    runs = []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder, c.tail))
+        except ValueError as e:
+            print(f"left out: {e}", file=sys.stderr)
+    if not runs:
+        fail("no run to compare")
+    rows = compare(runs)
+    table(rows)
+    for run in runs:
+        if run["evaluations"] < c.tail or run["step"] < run["steps"]:
+            print(f"{run['run']}: step {run['step']} of {run['steps']}, the mean of {run['evaluations']} evaluations instead of {c.tail}")
+    result = {"groups": rows, "runs": [{k: v for k, v in run.items() if k not in ("config", "sha256", "backbone")} for run in runs]}
+    if c.gain:
+        result["power_law"] = law = gains(runs)
+        print(f"\nL = {law['A']:.4g} C^-{law['alpha']:.4g} + {law['E']:.4g} through {law['points']} baselines, rms residual {law['residual']:.2g} nats")
+        table([{"run": name, "compute-equivalent gain": gain} for name, gain in law["gain"].items()])
+    if c.items:
+        items = {run["run"]: read_items(run["run"]) for run in runs}
+        result["items"] = [{"run": run["run"], "against": against, "task": task} | paired_items(items[run["run"]][task], items[against][task])
+                           for run in runs for against in [run["baseline"] or runs[0]["run"]] if against != run["run"]
+                           for task in items[run["run"]] if task in items[against]]
+        if not result["items"]:
+            fail("no two runs have results of the same task: python eval.py writes them to RUN/eval/")
+        print()
+        table(result["items"])
+    for run in runs:  # what is drawn
+        run["group"] = next(row for row in rows if row["runs"] == run["label"])
+    return result, functools.partial(draw_compare, figure=c.figure, runs=runs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's, told apart by everybody
+STYLE = {"font.size": 7, "axes.titlesize": 7.5, "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.1,
+         "lines.markersize": 3.5, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.frameon": False, "legend.fontsize": 6.5, "legend.handlelength": 1.5,
+         "image.cmap": "viridis", "figure.dpi": 150, "savefig.dpi": 300, "savefig.bbox": "tight", "svg.fonttype": "none", "svg.hashsalt": "probe"}
+COLUMN, PAGE = 3.4, 7.0  # inches
+
+
+def heat(ax, matrix, title="", **options):
+    """matrix [rows, columns] with nan where there is nothing."""
+    image = ax.imshow(np.ma.masked_invalid(matrix), aspect="auto", interpolation="nearest", **options)
+    ax.set_title(title)
+    ax.spines[:].set_visible(False)
+    return image
+
+
+def site_by_slot(result, values):
+    """A matrix of all sites and slots, nan where a site does not read; values(row) gives one number for each slot that it reads."""
+    matrix = np.full((len(result["sites"]) + 1, result["sites"][-1]["site"] + 1), np.nan)
+    for row in result["sites"]:
+        matrix[row["site"], row["slots"]] = values(row)
+    return matrix
+
+
+def draw_cost(plt, result):
+    fig, ax = plt.subplots(figsize=(COLUMN, 1.4))
+    rows, left = result["traffic"], np.zeros(3)
+    scale = [row["bytes"] / (row["pair_units"] + row["site_units"]) / 1e9 for row in rows]
+    for key, label, color in (("pair_units", "for each (site, slot) pair", COLORS[0]), ("site_units", "once for each site", COLORS[4])):
+        width = np.array([row[key] for row in rows]) * scale
+        ax.barh([row["kernels"] for row in rows], width, left=left, label=label, color=color)
+        left += width
+    for i, row in enumerate(rows):
+        ax.text(left[i], i, f" {row['ms']:.3g} ms", va="center")
+    ax.set(xlabel="memory traffic of the reads of a step (GB)", title=f"{result['size']}, {result['route']}", xlim=(0, left.max() * 1.2))
+    ax.invert_yaxis()
+    ax.legend(loc="lower right")
+    return fig
+
+
+def draw_sweep(plt, result):
+    fig, ax = plt.subplots(figsize=(COLUMN, 2.3))
+    for i, name in enumerate(row["blocks"] for row in result["reads"]):
+        for keys, line in (("slice", "o-"), ("projected", "s--")):
+            rows = [row for row in result["added_flops_percent"] if row["keys"] == keys]
+            ax.plot([row["rank"] for row in rows], [row[name] for row in rows], line, color=COLORS[i], label=name if keys == "slice" else None)
+    ax.plot([], [], "ks--", label="projected keys")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ticks = [row["rank"] for row in rows[:1] + [row for row in result["added_flops_percent"] if row["keys"] == "slice"]]
+    ax.set_xticks(ticks, ticks)
+    ax.minorticks_off()
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    ax.set(xlabel="rank r (coordinates)", ylabel="added FLOPs (% of the core)")
+    ax.legend(ncols=2, loc="center right")
+    return fig
+
+
+def draw_routing(plt, result):
+    rows, H = result["sites"], max(len(row["effective_by_head"]) for row in result["sites"])
+    t = [row["site"] for row in rows]
+    fig = plt.figure(figsize=(PAGE, 2.3 + 1.9 * (-(-H // 4) if H > 1 else 0)), layout="constrained")
+    top, below = (fig.subfigures(2, 1, height_ratios=[2.3, 1.9 * -(-H // 4)]) if H > 1 else (fig, None))
+    axes = top.subplots(1, 3 if H > 1 else 2)
+    image = heat(axes[0], site_by_slot(result, lambda row: np.mean(row["weights"], 1)), "mean over heads" if H > 1 else "mean weight", vmin=0, vmax=1)
+    axes[0].set(xlabel="slot", ylabel="site")
+    top.colorbar(image, ax=axes[0], label="weight", fraction=0.05)
+    mean, spread = (np.array([row[key] for row in rows]) for key in ("effective", "spread"))
+    axes[1].fill_between(t, mean - spread, mean + spread, color=COLORS[0], alpha=0.25, linewidth=0, label="± 1 std over tokens")
+    axes[1].plot(t, mean, "o-", color=COLORS[0], label="read")
+    axes[1].plot(t, [len(row["slots"]) for row in rows], "--", color=COLORS[6], label="there are |S(t)|")
+    axes[1].set(xlabel="site", ylabel="effective sources exp(H)", ylim=(0, None))
+    axes[1].legend()
+    if below is not None:
+        axes[2].plot(t, [np.mean(row["deviation"]) for row in rows], "o-", color=COLORS[1], label="trained heads")
+        axes[2].plot(t, [np.mean(row["deviation_random"]) for row in rows], "s--", color=COLORS[6], label="random queries")
+        axes[2].set(xlabel="site", ylabel="deviation from the heads' mean", ylim=(0, None))
+        axes[2].legend()
+        heads = below.subplots(-(-H // 4), min(H, 4), squeeze=False, sharex=True, sharey=True).flat
+        gap = lambda row, h: [w[h] - np.mean(w) if h < len(w) else np.nan for w in row["weights"]]
+        maps = [site_by_slot(result, lambda row: gap(row, h)) for h in range(H)]
+        limit = max(np.nanmax(np.abs(m)) for m in maps) or 1
+        for h, ax in enumerate(heads):
+            ax.set_visible(h < H)
+            if h < H:
+                image = heat(ax, maps[h], f"head {h + 1} - mean", cmap="PuOr", vmin=-limit, vmax=limit)
+                ax.set_xlabel("slot")
+        heads[0].set_ylabel("site")
+        below.colorbar(image, ax=list(heads), label="weight difference", fraction=0.02)
+    return fig
+
+
+def draw_text(plt, result):
+    weights, tokens = np.array(result["weights"]), [repr(token)[1:-1].replace(" ", "␣") for token in result["tokens"]]
+    H, n, T = weights.shape
+    fig, axes = plt.subplots(H, 1, figsize=(max(COLUMN, 0.4 + 0.13 * T), 0.4 + H * (0.35 + 0.07 * n)), sharex=True, squeeze=False, layout="constrained")
+    for h, ax in enumerate(axes.flat):
+        image = heat(ax, weights[h], f"head {h + 1}" if H > 1 else "", vmin=0, vmax=1)
+        shown = range(0, n, -(-n // 7))
+        ax.set_yticks(shown, [result["slots"][i] for i in shown])
+        ax.set_ylabel("slot")
+    ax.set_xticks(range(T), tokens, family="monospace", rotation=90 if max(map(len, tokens)) > 1 else 0, fontsize=6)
+    ax.tick_params(axis="x", length=0)
+    fig.suptitle(f"what each token reads at site {result['site']}, before the {result['before']}", fontsize=7.5)
+    fig.colorbar(image, ax=list(axes.flat), label="weight", fraction=0.05)
+    return fig
+
+
+def draw_queries(plt, result):
+    panels = 3 if "sites" in result else 1
+    fig, axes = plt.subplots(1, panels, figsize=(PAGE if panels > 1 else COLUMN, 2.1), layout="constrained", squeeze=False)
+    *most, last = axes.flat
+    if most:
+        t, value = [row["site"] for row in result["sites"]], lambda name: [row.get(name, np.nan) for row in result["sites"]]
+        for i, name in enumerate(("contiguous", "interleaved")):
+            most[0].plot(t, value(name), "os"[i] + "-", color=COLORS[i], label=f"{name} slices")
+            most[0].plot(t, value(name + "_random"), "--", color=COLORS[i], label="random queries")
+        most[0].set(xlabel="site", ylabel=f"KL of {result['slices']} slices (nats)", ylim=(0, None))
+        most[0].legend()
+        most[1].plot(t, value("cosine"), "o-", color=COLORS[2])
+        most[1].set(xlabel="site", ylabel="mean cosine of the sources")
+    for i, (name, matrix) in enumerate(result["matrices"].items()):
+        values = np.array(matrix.get("singular_values", []))
+        last.plot(range(1, len(values) + 1), values, "o-", color=COLORS[i], label=name)
+    last.set(xlabel="number", ylabel="singular value of the queries", ylim=(0, None))
+    return fig
+
+
+def draw_compare(plt, result, figure, runs):
+    unique = {run["label"]: run for run in runs}
+    routed = [run for run in unique.values() if run["config"].route in DEPTH_ROUTES]
+    fig, ax = plt.subplots(figsize=(COLUMN, 2.4), layout="constrained")
+    blocks = lambda c: "full" if c.N == c.M else str(c.N)
+    if figure == "curves":
+        for i, label in enumerate(unique):
+            for j, run in enumerate(r for r in runs if r["label"] == label):
+                ax.plot(*zip(*run["curve"]), color=COLORS[i % 7], linestyle="-" if i < 7 else "--", marker="o" * (len(run["curve"]) == 1), label=label if j == 0 else None)
+        ax.set(xlabel="optimizer step", ylabel="validation loss (nats)")
+        losses = sorted(loss for run in runs for _, loss in run["curve"][len(run["curve"]) // 5:])
+        ax.set_ylim(losses[0] - 0.05 * (losses[-1] - losses[0] or 1), losses[-1] + 0.1 * (losses[-1] - losses[0] or 1))
+        ax.legend()
+    elif figure in ("grid", "heads"):
+        key = (lambda c: (c.r, blocks(c))) if figure == "grid" else (lambda c: (c.H, str(c.n_kv_head)))
+        cells = {key(run["config"]): run["group"]["loss"] for run in routed if figure == "grid" or run["config"].route == "mhar"}
+        if not cells:
+            fail(f"--figure={figure} needs runs of {'a depth route' if figure == 'grid' else 'mhar'}")
+        ys, xs = sorted({y for y, _ in cells}), sorted({x for _, x in cells}, key=lambda x: math.inf if x == "full" else int(x))
+        matrix = np.array([[cells.get((y, x), np.nan) for x in xs] for y in ys])
+        image = heat(ax, matrix, cmap="viridis_r")
+        for (i, j), value in np.ndenumerate(matrix):
+            if not np.isnan(value):
+                ax.text(j, i, f"{value:.3f}", ha="center", va="center", color="white" if value < (np.nanmin(matrix) + np.nanmax(matrix)) / 2 else "black")
+        ax.set_xticks(range(len(xs)), xs)
+        ax.set_yticks(range(len(ys)), ys)
+        ax.set(xlabel="blocks N" if figure == "grid" else "KV heads", ylabel="rank r" if figure == "grid" else "routing heads H")
+        fig.colorbar(image, label="validation loss (nats)")
+    elif figure == "flops":
+        for i, run in enumerate(unique.values()):
+            ax.errorbar(run["added_flops_percent"], run["group"]["loss"], yerr=run["group"]["std"], fmt="o^sDv"[i // 7 % 5], color=COLORS[i % 7], label=run["label"], capsize=2)
+        ax.set(xlabel="added FLOPs (% of the core)", ylabel="validation loss (nats)")
+        ax.legend()
+    elif not routed:
+        fail("--figure=norms needs runs of a depth route")
+    else:
+        for i, name in enumerate(sorted({blocks(run["config"]) for run in routed})):
+            points = sorted((run["config"].r, run["group"]["grad_norm"]) for run in routed if blocks(run["config"]) == name)
+            ax.plot(*zip(*points), "o-", color=COLORS[i % 7], label=name if name == "full" else f"N = {name}")
+        ax.set(xlabel="rank r (coordinates)", ylabel="mean gradient norm")
+        ax.set_xscale("log", base=2)
+        ax.legend()
+    return fig
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables, files, flags
+
+
+def cell(value, spec=".4g"):
+    return "" if value is None else str(value) if isinstance(value, str | bool) else f"{value:,}" if isinstance(value, int) else format(float(value), spec)
+
+
+def table(rows, spec=".4g"):
+    """Rows as dicts, one column for each name in any of them."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    texts = [columns] + [[cell(row.get(name), spec) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    left = [isinstance(rows[0].get(name), str) for name in columns]
+    for line in texts:
+        print("  ".join(f"{text:{'<' if l else '>'}{w}}" for text, w, l in zip(line, widths, left)).rstrip())
+
+
+def load(c, name):
+    """A run's model with depth routing, its config.json and the device."""
+    if c.tokens < 1 or c.batch < 1 or not 0 <= c.seed < 2**63:
+        fail("--tokens and --batch must be positive, --seed not negative")
+    device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model, run = load_run(name, device, c.checkpoint)
+    if model.config.route not in DEPTH_ROUTES:
+        fail(f"{name} is a {model.config.route} run: it has no depth routing; there is {', '.join(DEPTH_ROUTES)}")
+    return model, run, device
+
+
+def check_files(c):
+    """Before anything is computed: can the results be written?"""
+    for flag, file in (("json", c.json), ("plot", c.plot)):
+        if file and (not Path(file).parent.is_dir() or Path(file).is_dir()):
+            fail(f"--{flag}={file}: there is no folder {Path(file).parent}" if not Path(file).is_dir() else f"--{flag}={file} is a folder")
+    if c.plot:
+        if Path(c.plot).suffix not in (".png", ".svg", ".pdf"):
+            fail(f"--plot={c.plot} must end in .png, .svg or .pdf")
+        if not importlib.util.find_spec("matplotlib"):
+            fail("--plot needs the package: pip install matplotlib")
+
+
+def write_files(c, result, draw):
+    if c.json:
+        result = {"command": shlex.join(["python", "probe.py", *sys.argv[1:]])} | result
+        Path(c.json).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if c.plot:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+        with plt.rc_context(STYLE):
+            fig = draw(plt, result)
+            fig.savefig(c.plot, metadata={"Date": None} if c.plot.endswith(".svg") else None)
+            plt.close(fig)
+
+
+def main():
+    commands = {"cost": (Cost, run_cost, 0), "routing": (Routing, run_routing, 1), "queries": (Queries, run_queries, 1), "compare": (Compare, run_compare, math.inf)}
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("--help", "-h"):
+        print(__doc__.strip(), f"\n\nprobe.py {{{'|'.join(commands)}}} --help lists the flags")
+        return
+    if command not in commands:
+        fail(f"unknown command {command!r}; there are: {', '.join(commands)}")
+    config, run, names = commands[command]
+    folders = [arg for arg in sys.argv[2:] if not arg.startswith("-")]
+    flags = parse_flags(config, *[GPTConfig] * (command == "cost"), argv=[arg for arg in sys.argv[2:] if arg.startswith("-")])
+    if not min(names, 1) <= len(folders) <= names:
+        fail(f"probe.py {command} takes {'no run' if not names else 'one run' if names == 1 else 'one or more runs'}, not {' '.join(folders) or 'none'}")
+    mine = {f.name for f in dataclasses.fields(config)}
+    c = config(**{k: v for k, v in flags.items() if k in mine})
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a text's characters
+    try:
+        check_files(c)
+        result, draw = run(c, {k: v for k, v in flags.items() if k not in mine}) if command == "cost" else run(c, *folders)
+        write_files(c, result, draw)
+    except (ValueError, RuntimeError, AssertionError, OSError) as e:
+        fail((str(e).splitlines() or [type(e).__name__])[0])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
