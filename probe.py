@@ -204,6 +204,8 @@ def text_batches(run, c):
     spread; in two halves: yields (half, idx, docs)."""
     data = prepare.Shards(run["data"]["folder"], "val", run["train"]["seq"])
     n = min(data.n_windows, max(2, c.tokens // data.seq))
+    if n < 2:
+        fail(f"the validation split of {run['data']['folder']} has one window of {data.seq} tokens; two are needed")
     picks = [i * data.n_windows // n for i in range(n)]
     for half, part in enumerate((picks[:n // 2], picks[n // 2:])):
         for i in range(0, len(part), c.batch):
@@ -291,6 +293,9 @@ def routing(model, run, c, device):
     sites, result = trained.sites(), {"tokens": tokens}
     rows = [{"site": t, "before": what_reads(t, config), "slots": config.slots(t), "effective": mean.mean().item(), "spread": std.square().mean().sqrt().item(),
              "effective_by_head": mean.tolist(), "weights": weights.mean(0).tolist()} for t, (weights, mean, std) in sites.items()]
+    if config.delta:
+        for row in rows:
+            row["gate"] = model.router["gate"][row["site"]].item()
     if null.sums:
         ours, result["replication_r"] = deviations({t: site[0] for t, site in sites.items()})
         theirs, result["replication_r_random"] = deviations({t: site[0] for t, site in null.sites().items()})
@@ -326,7 +331,8 @@ def run_routing(c, name):
         return result, draw_text
     result = routing(model, run, c, device)
     rows = [{"site": row["site"], "before": row["before"], "slots": len(row["slots"]), "effective": row["effective"], "spread": row["spread"],
-             "most read": "  ".join(f"{row['slots'][i]}: {mean[i]:.0%}" for i in (-mean).argsort()[:3])}
+             **({"gate": row["gate"]} if "gate" in row else {}),
+            "most read": "  ".join(f"{row['slots'][i]}: {mean[i]:.0%}" for i in (-mean).argsort()[:3])}
             | ({"deviation": np.mean(row["deviation"]), "random": np.mean(row["deviation_random"])} if "deviation" in row else {})
             for row in result["sites"] for mean in [np.mean(row["weights"], 1)]]
     table(rows)
@@ -414,7 +420,7 @@ def width(model, run, c, device):
         visit_reads(model, idx.to(device), None if docs is None else docs.to(device), visit)
         tokens += idx.numel()
     rows = []
-    for t in range(config.delta + 1 if config.delta else 1, config.M + 1):
+    for t in range(1, config.M + 1):
         mean = {name: (x / sums[t, "n"]).item() for (site, name), x in sums.items() if site == t and name != "n"}
         row = {"site": t, "slots": len(config.slots(t)), "cosine": mean["cosine"]}
         for name in ("contiguous", "interleaved", "matched"):
@@ -510,6 +516,8 @@ def read_run(folder, tail):
             raise ValueError(f"{folder} has no evaluation yet")
         config, norms = GPTConfig(**run["model"]), [entry["grad_norm"] for entry in log]
         backbone = {k: v for k, v in run["model"].items() if k not in ROUTING_FLAGS and k not in ("route", "kernel")}
+        if config.head_dim * config.n_head == config.d_model:
+            del backbone["head_dim"]
         added, core = added_flops(config)
         last = [loss for _, loss in evals[-tail:]]
         return {"run": str(folder), "config": config, "backbone": backbone, "recipe": {k: run["train"].get(k) for k in RECIPE},
@@ -624,10 +632,13 @@ def run_compare(c, *folders):
     if not runs:
         fail("no run to compare")
     rows = compare(runs)
-    table(rows)
-    for run in runs:
-        if run["evaluations"] < c.tail or run["step"] < run["steps"]:
-            print(f"{run['run']}: step {run['step']} of {run['steps']}, the mean of {run['evaluations']} evaluations instead of {c.tail}")
+    short = {"delta_over_se": "|delta|/SE", "speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "added_flops_percent": "+FLOPs %"}
+    table([{short.get(name, name): value for name, value in row.items()} for row in rows])
+    short = [f"{run['run']} ({run['evaluations']})" for run in runs if run["evaluations"] < c.tail]
+    unfinished = [f"{run['run']} ({run['step']} of {run['steps']})" for run in runs if run["step"] < run["steps"]]
+    for what, some in ((f"fewer evaluations than {c.tail}", short), ("not at their last step", unfinished)):
+        if some:
+            print(f"{what}: {', '.join(some)}")
     result = {"groups": rows, "runs": [{k: v for k, v in run.items() if k not in ("config", "sha256", "backbone")} for run in runs]}
     if c.gain:
         result["power_law"] = law = gains(runs)
@@ -657,6 +668,12 @@ STYLE = {"font.size": 7, "axes.titlesize": 7.5, "axes.linewidth": 0.6, "axes.spi
 COLUMN, PAGE = 3.4, 7.0  # inches
 
 
+def whole(*axes):
+    """Ticks at whole numbers."""
+    for axis in axes:
+        axis.get_major_locator().set_params(integer=True)
+
+
 def heat(ax, matrix, title="", **options):
     """matrix [rows, columns] with nan where there is nothing."""
     image = ax.imshow(np.ma.masked_invalid(matrix), aspect="auto", interpolation="nearest", **options)
@@ -666,11 +683,20 @@ def heat(ax, matrix, title="", **options):
 
 
 def site_by_slot(result, values):
-    """A matrix of all sites and slots, nan where a site does not read; values(row) gives one number for each slot that it reads."""
-    matrix = np.full((len(result["sites"]) + 1, result["sites"][-1]["site"] + 1), np.nan)
+    """A matrix of all sites (from 1) and slots (from 0), nan where a site does not read; values(row): a number for each slot that it reads."""
+    matrix = np.full((len(result["sites"]), len(result["sites"]) + 1), np.nan)
     for row in result["sites"]:
-        matrix[row["site"], row["slots"]] = values(row)
+        matrix[row["site"] - 1, row["slots"]] = values(row)
     return matrix
+
+
+def site_map(fig, ax, matrix, title, label=None, colorbar_axes=None, **options):
+    image = heat(ax, matrix, title, extent=(-0.5, matrix.shape[1] - 0.5, len(matrix) + 0.5, 0.5), **options)
+    whole(ax.xaxis, ax.yaxis)
+    ax.set_xlabel("slot")
+    if label:
+        extend = "max" if options["vmax"] < np.nanmax(matrix) else "neither"
+        fig.colorbar(image, ax=colorbar_axes or ax, label=label, extend=extend, fraction=0.05 if colorbar_axes is None else 0.02)
 
 
 def draw_cost(plt, result):
@@ -698,12 +724,13 @@ def draw_sweep(plt, result):
     ax.plot([], [], "ks--", label="projected keys")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ticks = [row["rank"] for row in rows[:1] + [row for row in result["added_flops_percent"] if row["keys"] == "slice"]]
+    ticks = [row["rank"] for row in result["added_flops_percent"] if row["keys"] == "slice"]
+    ticks = ticks[:-2] + ticks[-1:]  # 3d/4 would touch d
     ax.set_xticks(ticks, ticks)
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
     ax.set(xlabel="rank r (coordinates)", ylabel="added FLOPs (% of the core)")
-    ax.legend(ncols=2, loc="center right")
+    ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     return fig
 
 
@@ -713,31 +740,31 @@ def draw_routing(plt, result):
     fig = plt.figure(figsize=(PAGE, 2.3 + 1.9 * (-(-H // 4) if H > 1 else 0)), layout="constrained")
     top, below = (fig.subfigures(2, 1, height_ratios=[2.3, 1.9 * -(-H // 4)]) if H > 1 else (fig, None))
     axes = top.subplots(1, 3 if H > 1 else 2)
-    image = heat(axes[0], site_by_slot(result, lambda row: np.mean(row["weights"], 1)), "mean over heads" if H > 1 else "mean weight", vmin=0, vmax=1)
-    axes[0].set(xlabel="slot", ylabel="site")
-    top.colorbar(image, ax=axes[0], label="weight", fraction=0.05)
+    mean = site_by_slot(result, lambda row: np.mean(row["weights"], 1))
+    site_map(top, axes[0], mean, "mean over tokens" + " and heads" * (H > 1), "weight", vmin=0, vmax=np.nanpercentile(mean, 97))
+    axes[0].set_ylabel("site")
     mean, spread = (np.array([row[key] for row in rows]) for key in ("effective", "spread"))
     axes[1].fill_between(t, mean - spread, mean + spread, color=COLORS[0], alpha=0.25, linewidth=0, label="± 1 std over tokens")
     axes[1].plot(t, mean, "o-", color=COLORS[0], label="read")
     axes[1].plot(t, [len(row["slots"]) for row in rows], "--", color=COLORS[6], label="there are |S(t)|")
     axes[1].set(xlabel="site", ylabel="effective sources exp(H)", ylim=(0, None))
+    whole(axes[1].xaxis)
     axes[1].legend()
     if below is not None:
         axes[2].plot(t, [np.mean(row["deviation"]) for row in rows], "o-", color=COLORS[1], label="trained heads")
         axes[2].plot(t, [np.mean(row["deviation_random"]) for row in rows], "s--", color=COLORS[6], label="random queries")
         axes[2].set(xlabel="site", ylabel="deviation from the heads' mean", ylim=(0, None))
+        whole(axes[2].xaxis)
         axes[2].legend()
-        heads = below.subplots(-(-H // 4), min(H, 4), squeeze=False, sharex=True, sharey=True).flat
+        heads = list(below.subplots(-(-H // 4), min(H, 4), squeeze=False, sharex=True, sharey=True).flat)
         gap = lambda row, h: [w[h] - np.mean(w) if h < len(w) else np.nan for w in row["weights"]]
         maps = [site_by_slot(result, lambda row: gap(row, h)) for h in range(H)]
         limit = max(np.nanmax(np.abs(m)) for m in maps) or 1
         for h, ax in enumerate(heads):
             ax.set_visible(h < H)
             if h < H:
-                image = heat(ax, maps[h], f"head {h + 1} - mean", cmap="PuOr", vmin=-limit, vmax=limit)
-                ax.set_xlabel("slot")
+                site_map(below, ax, maps[h], f"head {h + 1} minus the mean", "weight" if h == H - 1 else None, list(heads), cmap="PuOr", vmin=-limit, vmax=limit)
         heads[0].set_ylabel("site")
-        below.colorbar(image, ax=list(heads), label="weight difference", fraction=0.02)
     return fig
 
 
@@ -746,12 +773,12 @@ def draw_text(plt, result):
     H, n, T = weights.shape
     fig, axes = plt.subplots(H, 1, figsize=(max(COLUMN, 0.4 + 0.13 * T), 0.4 + H * (0.35 + 0.07 * n)), sharex=True, squeeze=False, layout="constrained")
     for h, ax in enumerate(axes.flat):
-        image = heat(ax, weights[h], f"head {h + 1}" if H > 1 else "", vmin=0, vmax=1)
+        image = heat(ax, weights[h], f"head {h + 1}" if H > 1 else "", vmin=0, vmax=weights.max())
         shown = range(0, n, -(-n // 7))
         ax.set_yticks(shown, [result["slots"][i] for i in shown])
         ax.set_ylabel("slot")
-    ax.set_xticks(range(T), tokens, family="monospace", rotation=90 if max(map(len, tokens)) > 1 else 0, fontsize=6)
-    ax.tick_params(axis="x", length=0)
+        ax.tick_params(axis="x", length=0)
+    ax.set_xticks(range(T), tokens, family="monospace", rotation=90 if max(map(len, tokens)) > 1 else 0, fontsize=6, parse_math=False)
     fig.suptitle(f"what each token reads at site {result['site']}, before the {result['before']}", fontsize=7.5)
     fig.colorbar(image, ax=list(axes.flat), label="weight", fraction=0.05)
     return fig
@@ -765,14 +792,16 @@ def draw_queries(plt, result):
         t, value = [row["site"] for row in result["sites"]], lambda name: [row.get(name, np.nan) for row in result["sites"]]
         for i, name in enumerate(("contiguous", "interleaved")):
             most[0].plot(t, value(name), "os"[i] + "-", color=COLORS[i], label=f"{name} slices")
-            most[0].plot(t, value(name + "_random"), "--", color=COLORS[i], label="random queries")
+            most[0].plot(t, value(name + "_random"), "--", color=COLORS[i], label=f"random, {name}")
         most[0].set(xlabel="site", ylabel=f"KL of {result['slices']} slices (nats)", ylim=(0, None))
         most[0].legend()
         most[1].plot(t, value("cosine"), "o-", color=COLORS[2])
         most[1].set(xlabel="site", ylabel="mean cosine of the sources")
+        whole(most[0].xaxis, most[1].xaxis)
     for i, (name, matrix) in enumerate(result["matrices"].items()):
         values = np.array(matrix.get("singular_values", []))
         last.plot(range(1, len(values) + 1), values, "o-", color=COLORS[i], label=name)
+    whole(last.xaxis)
     last.set(xlabel="number", ylabel="singular value of the queries", ylim=(0, None))
     return fig
 
