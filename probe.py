@@ -54,6 +54,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import prepare
 from model import DEPTH_ROUTES, GPT, ROUTING_FLAGS, GPTConfig, fail, load_run, parse_flags, read_config, route, watch_routing, wide
@@ -114,11 +115,20 @@ class Compare:
 # cost
 
 
-def added_flops(c):
-    """Multiply-adds that the routing adds to a token's forward pass, and the core's."""
-    baseline = dataclasses.replace(c, route="baseline", kernel="auto", **ROUTING_FLAGS)
+def baseline(c):
+    return dataclasses.replace(c, route="baseline", kernel="auto", **ROUTING_FLAGS)
+
+
+def percent(c, macs=None):
+    """A token's multiply-adds, by default those of the routing, in percent of the core's."""
     d, q, kv = c.d_model, c.n_head * c.head_dim, c.n_kv_head * c.head_dim
-    return (c.flops(1) - baseline.flops(1)) // 6, c.n_layer * (2 * d * q + 2 * d * kv + 3 * d * c.d_mlp)
+    macs = (c.flops(1) - baseline(c).flops(1)) / 6 if macs is None else macs
+    return 100 * macs / (c.n_layer * (2 * d * q + 2 * d * kv + 3 * d * c.d_mlp))
+
+
+def retained(c):
+    """Slots that must be kept at one time."""
+    return max(len(c.slots(t)) for t in range(c.M + 1))
 
 
 def pair_reads(c, chunk):
@@ -136,19 +146,16 @@ def pair_reads(c, chunk):
 def cost(c, tokens=16_384, itemsize=2, bandwidth=4.2e12, chunk=8):
     """What the routing of a GPTConfig costs over its baseline, as a dict."""
     with torch.device("meta"):
-        count = GPT(c).num_params()
-        base = GPT(dataclasses.replace(c, route="baseline", kernel="auto", **ROUTING_FLAGS)).num_params()
-    added, core = added_flops(c)
-    result = {"route": flags_of(c), "added_flops_percent": 100 * added / core, "parameters_added": count["total"] - base["total"]}
+        parameters = GPT(c).num_params()["total"] - GPT(baseline(c)).num_params()["total"]
+    result = {"route": flags_of(c), "added_flops_percent": percent(c), "parameters_added": parameters}
     if c.route not in DEPTH_ROUTES:
         return result
     d, r, M, reads, projected = c.d_model, c.r, c.M, c.source_reads(), c.keys == "projected"
-    retained = max(len(c.slots(t)) for t in range(M + 1))
-    result |= {"source_reads": reads, "kernel_reduction_percent": 100 * (1 - (r + d) / (2 * d)), "retained_slots": retained,
-               "retained_bytes": retained * tokens * (d + projected * r) * itemsize}
+    result |= {"source_reads": reads, "kernel_reduction_percent": 100 * (1 - (r + d) / (2 * d)), "retained_slots": retained(c),
+               "retained_bytes": retained(c) * tokens * (d + projected * r) * itemsize}
     if projected:
-        weights = r * (c.n_layer * (c.n_head * c.head_dim + c.d_mlp) + d)
-        result |= {"key_parameters": weights, "key_flops_percent": 100 * weights / core, "key_bytes_percent": 100 * r / d}
+        weights = r * (c.n_layer * (c.n_head * c.head_dim + c.d_mlp) + d)  # each used once for a token
+        result |= {"key_parameters": weights, "key_flops_percent": percent(c, weights), "key_bytes_percent": 100 * r / d}
     if not c.headwise and not projected:  # they have no kernels
         wide_units = 4 // itemsize  # an fp32 tensor
         pairs = {"push": reads * (3 + 2 * wide_units), "pull": 2 * reads, "chunked": sum(pair_reads(c, chunk))}
@@ -162,11 +169,9 @@ def sweep(c):
     """Rows of LR's tables 4 (source reads) and 5 (added FLOPs in percent of the core) for a size."""
     schedules = {("full" if N == 0 else f"N={N}"): N for N in (0, 4, 8, 16) if N <= c.M}
     config = lambda r, N, keys="slice": dataclasses.replace(c, rank=r, blocks=N, keys=keys, key_norm="auto")
-    share = lambda config: (lambda added, core: 100 * added / core)(*added_flops(config))
-    reads = [{"blocks": name, "source_reads": (x := config(1, N)).source_reads(), "retained_slots": max(len(x.slots(t)) for t in range(x.M + 1))}
-             for name, N in schedules.items()]
+    reads = [{"blocks": name, "source_reads": config(1, N).source_reads(), "retained_slots": retained(config(1, N))} for name, N in schedules.items()]
     ranks = sorted({max(1, c.d_model * k // 64) for k in (1, 2, 4, 8, 16, 32, 48, 64)})
-    flops = [{"keys": keys, "rank": r, "kernel_reduction_percent": 50 * (1 - r / c.d_model)} | {name: share(config(r, N, keys)) for name, N in schedules.items()}
+    flops = [{"keys": keys, "rank": r} | {name: percent(config(r, N, keys)) for name, N in schedules.items()}
              for keys, some in (("slice", ranks), ("projected", ranks[:3])) for r in some]
     return {"reads": reads, "added_flops_percent": flops}
 
@@ -257,24 +262,24 @@ class Statistics:
         self.sums[half, site] = self.sums.get((half, site), 0) + new
 
     def sites(self):
-        """{t: (mean weights of both halves [2, n, H], mean of exp(H) [H], its standard deviation [H])}"""
+        """{t: (mean weights [n, H], those of the two halves [2, n, H], mean of exp(H) [H], its standard deviation [H])}"""
         merged = defaultdict(list)
         for (half, (t, j)), x in sorted(self.sums.items()):
             merged[t, half].append(x)
         result = {}
         for t in sorted({t for t, _ in merged}):
             halves = [torch.cat(merged[t, half], -1).cpu() for half in (0, 1)]
-            *_, mean, square, n = sum(halves)
-            result[t] = (torch.stack([x[:-3] / x[-1] for x in halves]), mean / n, (square / n - (mean / n).square()).clamp(min=0).sqrt())
+            *weights, mean, square, _ = sum(halves) / sum(x[-1] for x in halves)
+            result[t] = torch.stack(weights), torch.stack([x[:-3] / x[-1] for x in halves]), mean, (square - mean.square()).clamp(min=0).sqrt()
         return result
 
 
-def deviations(weights):
-    """{t: mean weights [2, n, H]} -> ({t: half the sum over slots of |deviation from the mean over heads|, [H]}, r between the halves)."""
-    gap = {t: w - w.mean(-1, keepdim=True) for t, w in weights.items()}
-    a, b = (torch.cat([g[half].flatten() for g in gap.values()]) for half in (0, 1))
+def deviations(sites):
+    """Statistics.sites() -> ({t: half the sum over slots of |deviation from the mean over heads|, [H]}, its r between the halves)."""
+    gap = lambda w: w - w.mean(-1, keepdim=True)
+    a, b = torch.cat([gap(halves).flatten(1) for _, halves, *_ in sites.values()], 1)
     r = torch.corrcoef(torch.stack([a, b]))[0, 1].item() if min(a.std(), b.std()) > 1e-12 else None
-    return {t: g.mean(0).abs().sum(0) / 2 for t, g in gap.items()}, r
+    return {t: (gap(w).abs().sum(0) / 2).tolist() for t, (w, *_) in sites.items()}, r
 
 
 def routing(model, run, c, device):
@@ -291,17 +296,15 @@ def routing(model, run, c, device):
         visit_reads(model, idx.to(device), None if docs is None else docs.to(device), functools.partial(visit, half))
         tokens += idx.numel()
     sites, result = trained.sites(), {"tokens": tokens}
-    rows = [{"site": t, "before": what_reads(t, config), "slots": config.slots(t), "effective": mean.mean().item(), "spread": std.square().mean().sqrt().item(),
-             "effective_by_head": mean.tolist(), "weights": weights.mean(0).tolist()} for t, (weights, mean, std) in sites.items()]
-    if config.delta:
-        for row in rows:
-            row["gate"] = model.router["gate"][row["site"]].item()
+    rows = {t: {"site": t, "before": what_reads(t, config), "slots": config.slots(t), "effective": mean.mean().item(), "spread": std.square().mean().sqrt().item(),
+                "effective_by_head": mean.tolist(), "weights": weights.tolist()} for t, (weights, _, mean, std) in sites.items()}
     if null.sums:
-        ours, result["replication_r"] = deviations({t: site[0] for t, site in sites.items()})
-        theirs, result["replication_r_random"] = deviations({t: site[0] for t, site in null.sites().items()})
-        for row in rows:
-            row |= {"deviation": ours[row["site"]].tolist(), "deviation_random": theirs[row["site"]].tolist()}
-    return result | {"sites": rows}
+        ours, result["replication_r"] = deviations(sites)
+        theirs, result["replication_r_random"] = deviations(null.sites())
+    for t, row in rows.items():
+        row |= {"deviation": ours[t], "deviation_random": theirs[t]} if null.sums else {}
+        row |= {"gate": model.router["gate"][t].item()} if config.delta else {}
+    return result | {"sites": list(rows.values())}
 
 
 def what_reads(t, config):
@@ -330,14 +333,16 @@ def run_routing(c, name):
             print(f"{token!r:>14} ", *(f"{result['slots'][i]:>4} {column[i]:5.1%}" for i in (-column).argsort()[:3]))
         return result, draw_text
     result = routing(model, run, c, device)
-    rows = [{"site": row["site"], "before": row["before"], "slots": len(row["slots"]), "effective": row["effective"], "spread": row["spread"],
-             **({"gate": row["gate"]} if "gate" in row else {}),
-            "most read": "  ".join(f"{row['slots'][i]}: {mean[i]:.0%}" for i in (-mean).argsort()[:3])}
-            | ({"deviation": np.mean(row["deviation"]), "random": np.mean(row["deviation_random"])} if "deviation" in row else {})
-            for row in result["sites"] for mean in [np.mean(row["weights"], 1)]]
+    rows = []
+    for row in result["sites"]:
+        mean = np.mean(row["weights"], 1)
+        most = "  ".join(f"{row['slots'][i]}: {mean[i]:.0%}" for i in (-mean).argsort()[:3])
+        rows.append({name: row[name] for name in ("site", "before", "effective", "spread", "gate") if name in row} | {"slots": len(row["slots"]), "most read": most}
+                    | {name: np.mean(row[name]) for name in ("deviation", "deviation_random") if name in row})
     table(rows)
-    print(f"{result['tokens']:,} tokens" + (f"; deviations on one half of the text and the other: r = {cell(result['replication_r'])}, random queries "
-          f"{cell(result['replication_r_random'])}" if "replication_r" in result else ""))
+    print(f"{result['tokens']:,} tokens")
+    if "replication_r" in result:
+        print(f"deviations on one half of the text and on the other: r = {cell(result['replication_r'])}, of random queries {cell(result['replication_r_random'])}")
     return result, draw_routing
 
 
@@ -366,17 +371,11 @@ def disagreement(z):
     return (a.exp() * (a - alpha)).sum(0).mean((-2, -1)).sum(dtype=torch.float64)
 
 
-def collinearity(sources):
-    """Mean cosine of all pairs of n sources [..., d], summed over tokens."""
-    n, total = len(sources), sum(torch.nn.functional.normalize(wide(v), dim=-1) for v in sources)
-    return ((total.square().sum(-1) - n) / (n * (n - 1))).sum(dtype=torch.float64)
-
-
-def coordinates(query):
-    """Effective number of coordinates of each row, [sites]: exp of the entropy of their shares in the squared length."""
-    p = query.double().square()
-    p = p / p.sum(-1, keepdim=True)
-    return (-torch.xlogy(p, p).sum(-1)).exp()
+def cosine(sources):
+    """Mean over all pairs of n sources [..., d] of their cosine, summed over tokens: |sum of unit vectors|^2 = n + 2 sum of the cosines."""
+    n, units = len(sources), [F.normalize(wide(v), dim=-1) for v in sources]
+    cosines = sum(units).square().sum(-1) - sum(u.square().sum(-1) for u in units)  # a zero vector has no length 1
+    return (cosines / (n * (n - 1))).sum(dtype=torch.float64)
 
 
 def query_matrix(query, gain):
@@ -389,7 +388,8 @@ def query_matrix(query, gain):
         return {"queries": 0, "zero_queries": len(matrix)}
     values = torch.linalg.svdvals(matrix[used])
     energy = values.square().cumsum(0) / values.square().sum()
-    dims = coordinates(matrix[used])
+    share = matrix[used].square() / matrix[used].square().sum(1, keepdim=True)
+    dims = (-torch.xlogy(share, share).sum(1)).exp()
     return {"queries": used.sum().item(), "zero_queries": (~used).sum().item(), "width": matrix.shape[1],
             "rank": (values > values[0] * max(matrix.shape) * torch.finfo(torch.float32).eps).sum().item(),
             "rank_99": (energy < 0.99).sum().item() + 1,  # singular values that hold 99 % of the squared norm
@@ -411,9 +411,9 @@ def width(model, run, c, device):
             sums[site[0], name + "_random"] += sum(map(of, nulls)) / c.draws
         measure("contiguous", sources, keys)
         measure("interleaved", sources, keys, interleaved=True)
-        if len(sources) >= matched > 1:
+        if len(sources) >= matched:
             measure("matched", [sources[i] for i in some], keys and [keys[i] for i in some])
-        sums[site[0], "cosine"] += collinearity(sources)
+        sums[site[0], "cosine"] += cosine(sources)
         sums[site[0], "n"] += weights[0, ..., 0].numel()
 
     for _, idx, docs in text_batches(run, c):
@@ -444,7 +444,7 @@ def run_queries(c, name):
         widths = [config.d_model] * config.headwise + [config.r // config.H]
         if any(w % c.slices for w in widths):
             fail(f"--slices={c.slices} must divide the {widths[-1]} coordinates of a query")
-        result = {"matrices": {kind + "query": query_matrix(*(router[kind + x].detach().cpu().flatten(0, -3).flatten(1) if kind + x in router else None for x in ("query", "gain")))
+        result = {"matrices": {kind + "query": query_matrix(*(router[kind + x].detach().cpu().flatten(1) if kind + x in router else None for x in ("query", "gain")))
                                for kind in ("", "group_") if kind + "query" in router}} | width(model, run, c, device)
         shown = ["site", "slots", "cosine", *(f"{kind}{what}" for kind in ("contiguous", "interleaved", "matched") for what in ("", "_random"))]
         table([{name: row.get(name) for name in shown} for row in result["sites"]])
@@ -480,10 +480,8 @@ def tensors(c, file):
                 return torch.cat([x.flatten(1) if x.dim() > 1 else x[None] for x in found])
 
             query, gain = rows(c.query), rows(c.gain) if c.gain else None
-    except (OSError, RuntimeError) as e:
-        fail(f"cannot read the queries of {file}: {' '.join(str(e).split())[:200]}")
-    except Exception as e:  # SafetensorError
-        fail(f"cannot read {file}: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
+    except Exception as e:  # the package has an error class of its own
+        fail(f"cannot read the queries of {file}: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
     if gain is not None and gain.shape != query.shape:
         fail(f"--gain gives {list(gain.shape)}, --query {list(query.shape)}: they must be the same")
     return query, gain
@@ -499,6 +497,8 @@ RECIPE = ("data", "steps", "batch", "seq", "lr", "schedule", "warmup", "warmdown
 def flags_of(config):
     """The route with the routing flags that are not the defaults, as train.py takes them."""
     given = {name: getattr(config, name) for name, default in ROUTING_FLAGS.items() if getattr(config, name) != default}
+    if config.N == config.M:
+        given.pop("blocks", None)
     return " ".join([config.route, *(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items())])
 
 
@@ -518,13 +518,12 @@ def read_run(folder, tail):
         backbone = {k: v for k, v in run["model"].items() if k not in ROUTING_FLAGS and k not in ("route", "kernel")}
         if config.head_dim * config.n_head == config.d_model:
             del backbone["head_dim"]
-        added, core = added_flops(config)
         last = [loss for _, loss in evals[-tail:]]
         return {"run": str(folder), "config": config, "backbone": backbone, "recipe": {k: run["train"].get(k) for k in RECIPE},
                 "size": run["train"]["size"], "seed": run["train"]["seed"], "sha256": run["data"]["sha256"],
                 "loss": statistics.mean(last), "evaluations": len(last), "final_loss": last[-1], "step": log[-1]["step"], "steps": run["train"]["steps"],
                 "tokens_per_s": statistics.median(entry["tokens_per_s"] for entry in log), "compute": run["flops_per_token"] * log[-1]["tokens"],
-                "added_flops_percent": 100 * added / core, "grad_norm": statistics.mean(norms), "grad_norm_variance": statistics.pvariance(norms),
+                "added_flops_percent": percent(config), "grad_norm": statistics.mean(norms), "grad_norm_variance": statistics.pvariance(norms),
                 "clipped": sum(norm > run["train"]["clip"] for norm in norms) / len(norms), "curve": evals}
     except OSError as e:
         raise ValueError(f"{folder} has no log.jsonl that can be read ({e.strerror})")
@@ -893,9 +892,6 @@ def check_files(c):
 
 
 def write_files(c, result, draw):
-    if c.json:
-        result = {"command": shlex.join(["python", "probe.py", *sys.argv[1:]])} | result
-        Path(c.json).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if c.plot:
         import matplotlib
         matplotlib.use("Agg")
@@ -904,6 +900,9 @@ def write_files(c, result, draw):
             fig = draw(plt, result)
             fig.savefig(c.plot, metadata={"Date": None} if c.plot.endswith(".svg") else None)
             plt.close(fig)
+    if c.json:
+        result = {"command": shlex.join(["python", "probe.py", *sys.argv[1:]])} | result
+        Path(c.json).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def main():
