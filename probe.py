@@ -806,47 +806,51 @@ def draw_queries(plt, result):
 
 
 def draw_compare(plt, result, figure, runs):
-    unique = {run["label"]: run for run in runs}
-    routed = [run for run in unique.values() if run["config"].route in DEPTH_ROUTES]
+    groups = {run["label"]: run for run in runs}.values()  # one run for each label; run["group"] has the means
+    route_of = {"grid": "lr", "norms": "lr", "heads": "mhar"}.get(figure)
+    chosen = [run for run in groups if route_of in (None, run["config"].route) and run["config"].keys == "slice"]
+    if not chosen:
+        fail(f"--figure={figure} needs runs with --route={route_of}")
+    blocks = lambda c: math.inf if c.N == c.M else c.N
+    named = lambda N: "full" if N == math.inf else str(N)
     fig, ax = plt.subplots(figsize=(COLUMN, 2.4), layout="constrained")
-    blocks = lambda c: "full" if c.N == c.M else str(c.N)
     if figure == "curves":
-        for i, label in enumerate(unique):
-            for j, run in enumerate(r for r in runs if r["label"] == label):
-                ax.plot(*zip(*run["curve"]), color=COLORS[i % 7], linestyle="-" if i < 7 else "--", marker="o" * (len(run["curve"]) == 1), label=label if j == 0 else None)
-        ax.set(xlabel="optimizer step", ylabel="validation loss (nats)")
-        losses = sorted(loss for run in runs for _, loss in run["curve"][len(run["curve"]) // 5:])
-        ax.set_ylim(losses[0] - 0.05 * (losses[-1] - losses[0] or 1), losses[-1] + 0.1 * (losses[-1] - losses[0] or 1))
-        ax.legend()
-    elif figure in ("grid", "heads"):
-        key = (lambda c: (c.r, blocks(c))) if figure == "grid" else (lambda c: (c.H, str(c.n_kv_head)))
-        cells = {key(run["config"]): run["group"]["loss"] for run in routed if figure == "grid" or run["config"].route == "mhar"}
-        if not cells:
-            fail(f"--figure={figure} needs runs of {'a depth route' if figure == 'grid' else 'mhar'}")
-        ys, xs = sorted({y for y, _ in cells}), sorted({x for _, x in cells}, key=lambda x: math.inf if x == "full" else int(x))
-        matrix = np.array([[cells.get((y, x), np.nan) for x in xs] for y in ys])
-        image = heat(ax, matrix, cmap="viridis_r")
-        for (i, j), value in np.ndenumerate(matrix):
-            if not np.isnan(value):
-                ax.text(j, i, f"{value:.3f}", ha="center", va="center", color="white" if value < (np.nanmin(matrix) + np.nanmax(matrix)) / 2 else "black")
-        ax.set_xticks(range(len(xs)), xs)
-        ax.set_yticks(range(len(ys)), ys)
-        ax.set(xlabel="blocks N" if figure == "grid" else "KV heads", ylabel="rank r" if figure == "grid" else "routing heads H")
-        fig.colorbar(image, label="validation loss (nats)")
+        for i, run in enumerate(groups):
+            for j, seed in enumerate(r for r in runs if r["label"] == run["label"]):
+                ax.plot(*zip(*seed["curve"]), color=COLORS[i % 7], linestyle=("-", "--", ":")[i // 7 % 3], marker="o" if len(seed["curve"]) == 1 else None,
+                        label=None if j else run["label"])
+        late = [loss for run in runs for _, loss in run["curve"][len(run["curve"]) // 5:]]
+        margin = 0.05 * (max(late) - min(late)) or 0.1
+        ax.set(xlabel="optimizer step", ylabel="validation loss (nats)", ylim=(min(late) - margin, max(late) + margin))
     elif figure == "flops":
-        for i, run in enumerate(unique.values()):
-            ax.errorbar(run["added_flops_percent"], run["group"]["loss"], yerr=run["group"]["std"], fmt="o^sDv"[i // 7 % 5], color=COLORS[i % 7], label=run["label"], capsize=2)
+        for i, run in enumerate(groups):
+            ax.errorbar(run["added_flops_percent"], run["group"]["loss"], yerr=run["group"]["std"], fmt="o^sDv"[i % 5], color=COLORS[i % 7], label=run["label"], capsize=2)
         ax.set(xlabel="added FLOPs (% of the core)", ylabel="validation loss (nats)")
-        ax.legend()
-    elif not routed:
-        fail("--figure=norms needs runs of a depth route")
-    else:
-        for i, name in enumerate(sorted({blocks(run["config"]) for run in routed})):
-            points = sorted((run["config"].r, run["group"]["grad_norm"]) for run in routed if blocks(run["config"]) == name)
-            ax.plot(*zip(*points), "o-", color=COLORS[i % 7], label=name if name == "full" else f"N = {name}")
-        ax.set(xlabel="rank r (coordinates)", ylabel="mean gradient norm")
+    elif figure == "norms":
+        for i, N in enumerate(sorted({blocks(run["config"]) for run in chosen})):
+            points = sorted((run["config"].r, run["group"]["grad_norm"]) for run in chosen if blocks(run["config"]) == N)
+            ax.plot(*zip(*points), "o^sDv"[i % 5] + "-", color=COLORS[i % 7], label=f"N = {named(N)}")
         ax.set_xscale("log", base=2)
-        ax.legend()
+        ranks = sorted({run["config"].r for run in chosen})
+        ax.set_xticks(ranks, ranks)
+        ax.set(xlabel="rank r (coordinates)", ylabel="mean gradient norm")
+    else:
+        cells = {}  # the best, where several groups differ in something else
+        for run in chosen:
+            c = run["config"]
+            key = (c.r, blocks(c)) if figure == "grid" else (c.H, c.n_kv_head)
+            cells[key] = min(cells.get(key, math.inf), run["group"]["loss"])
+        ys, xs = (sorted(set(axis)) for axis in zip(*cells))
+        matrix = np.array([[cells.get((y, x), np.nan) for x in xs] for y in ys])
+        fig.colorbar(heat(ax, matrix, cmap="viridis_r"), label="validation loss (nats)")
+        for (i, j), value in np.ndenumerate(matrix):
+            dark = value > (np.nanmin(matrix) + np.nanmax(matrix)) / 2
+            ax.text(j, i, "" if np.isnan(value) else f"{value:.3f}", ha="center", va="center", color="white" if dark else "black")
+        ax.set_xticks(range(len(xs)), map(named, xs))
+        ax.set_yticks(range(len(ys)), ys)
+        ax.set(xlabel="blocks N", ylabel="rank r") if figure == "grid" else ax.set(xlabel="KV heads", ylabel="routing heads H")
+    if figure in ("curves", "flops", "norms"):
+        fig.legend(loc="outside upper center", ncols=2)
     return fig
 
 

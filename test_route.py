@@ -2747,12 +2747,13 @@ def test_probe_items(fakes):
 @pytest.mark.parametrize("flags, words", [
     ("cost", "memory traffic"), ("cost --size=lr-0.5b --route=lr --sweep", "rank r|added FLOPs|projected"), ("routing out/probed-mhar --tokens=256", "exp|random queries|head 2"),
     ("routing out/probed-mhar --text=a$b$", "head 2|slot"), ("queries out/probed --tokens=64", "contiguous|singular value|cosine"),
-    *[(f"compare out/probed out/probed-mhar out/plain --figure={figure}", words) for figure, words in (
+    *[(f"compare out/probed-lr out/probed-mhar out/plain --figure={figure}", words) for figure, words in (
         ("curves", "optimizer step|validation loss"), ("grid", "blocks N|rank r"), ("flops", "added FLOPs"), ("norms", "gradient norm"), ("heads", "routing heads|KV heads"))],
 ])
 def test_probe_draws(inside, flags, words):
     pytest.importorskip("matplotlib")
     trained("probed", "--steps=12", "--route=attnres", "--lr=0.05", "--warmup=0", "--norm_eps=1e-2"), trained("probed-mhar", "--route=mhar", "--steps=12"), trained("plain", "--route=baseline")
+    trained("probed-lr", "--route=lr", "--steps=12")
     inline(probe, *flags.split(), "--plot=probe.svg", "--json=probe.json")
     assert all(word in Path("probe.svg").read_text() for word in words.split("|")) and json.loads(Path("probe.json").read_text())["command"].startswith("python probe.py " + flags.split()[0])
     inline(probe, *flags.split(), "--plot=probe.png")
@@ -2767,7 +2768,7 @@ def test_probe_draws(inside, flags, words):
     ("routing out/probed-mhar --checkpoint=last.pt", "last.pt"), ("queries out/probed --slices=5", "divide"), ("queries out/probed --slices=0", "positive"), ("queries out/probed --query=x", ".safetensors"),
     ("queries nothing.safetensors --query=x", "nothing.safetensors"), ("queries half.safetensors --query=x", "half.safetensors"), ("queries half.safetensors", "names"),
     ("compare", "one or more runs"), ("compare out/nothing", "no run to compare"), ("compare out/probed --tail=0", "positive"), ("compare out/probed --items", "eval.py"),
-    ("compare out/plain --figure=grid --plot=x.svg --json=x.json", "depth route"), ("compare out/plain --figure=norms --plot=x.svg", "depth route"), ("compare out/plain --gain", "three"),
+    ("compare out/plain --figure=grid --plot=x.svg --json=x.json", "--route=lr"), ("compare out/plain --figure=heads --plot=x.svg", "--route=mhar"), ("compare out/plain --gain", "three"),
 ])
 def test_probe_refuses(inside, capsys, flags, says):
     trained("probed", "--steps=12", "--route=attnres", "--lr=0.05", "--warmup=0", "--norm_eps=1e-2"), trained("probed-mhar", "--route=mhar", "--steps=12"), trained("plain", "--route=baseline")
