@@ -11,7 +11,7 @@
 Each prints a table; --json=FILE writes its numbers, --plot=FILE (.png, .svg or .pdf; pip install matplotlib) draws them.
 
 cost: S_src, the sum of |S(t)|; the routing's FLOPs as a share of the core L (2 d q + 2 d kv + 3 d m), the backbone without embeddings,
-head and attention scores (LR tables 4 and 5); what the keys' r coordinates save of a read's r + d multiply-adds; the memory traffic of
+head and attention scores (LR tables 4 and 5); by how much r-dimensional keys reduce a read's r + d multiply-adds; the memory traffic of
 all reads of a step, in units of one [tokens, d] tensor as it is stored, and the time that it takes at --bandwidth:
     push      as published: each site reads its slots once forward, twice backward, where it also reads and writes fp32 gradients
     pull      every (site, slot) pair is read once forward (the slot) and once backward (the site's gradient)
@@ -21,7 +21,7 @@ and besides, once for each site: slots, mixes and gradients written and read, an
 routing: the weights' mean over tokens (LR figure 8); exp(H), H a token's entropy over slots, its mean and standard deviation over
 tokens: the effective number of sources (LR Eq. 14); each head's deviation from the mean over heads, half the sum of absolute
 differences of the mean weights, beside that of random queries of the same norms, and how well both repeat on the other half of the text:
-r, over all sites, slots and heads (MHAR figure 4). Every second half is other text; nothing is stored for each token.
+r, over all sites, slots and heads (MHAR figure 4). Nothing is stored for each token.
 
 queries: each head's query cut into S slices, each voting alone: z_s is slice s's part of the logits z = sum of z_s over s,
 
@@ -443,7 +443,7 @@ def run_queries(c, name):
         config, router = model.config, model.router
         widths = [config.d_model] * config.headwise + [config.r // config.H]
         if any(w % c.slices for w in widths):
-            fail(f"--slices={c.slices} must divide the {widths[-1]} coordinates of a query")
+            fail(f"--slices={c.slices} must divide the {widths[-1]} coordinates of each query; --slices=1 does, and tells of the rest")
         result = {"matrices": {kind + "query": query_matrix(*(router[kind + x].detach().cpu().flatten(1) if kind + x in router else None for x in ("query", "gain")))
                                for kind in ("", "group_") if kind + "query" in router}} | width(model, run, c, device)
         shown = ["site", "slots", "cosine", *(f"{kind}{what}" for kind in ("contiguous", "interleaved", "matched") for what in ("", "_random"))]
@@ -520,7 +520,7 @@ def read_run(folder, tail):
             del backbone["head_dim"]
         last = [loss for _, loss in evals[-tail:]]
         return {"run": str(folder), "config": config, "backbone": backbone, "recipe": {k: run["train"].get(k) for k in RECIPE},
-                "size": run["train"]["size"], "seed": run["train"]["seed"], "sha256": run["data"]["sha256"],
+                "size": run["train"]["size"], "seed": run["train"]["seed"], "sha256": run["data"]["sha256"], "device": run.get("device"),
                 "loss": statistics.mean(last), "evaluations": len(last), "final_loss": last[-1], "step": log[-1]["step"], "steps": run["train"]["steps"],
                 "tokens_per_s": statistics.median(entry["tokens_per_s"] for entry in log), "compute": run["flops_per_token"] * log[-1]["tokens"],
                 "added_flops_percent": percent(config), "grad_norm": statistics.mean(norms), "grad_norm_variance": statistics.pvariance(norms),
@@ -541,20 +541,20 @@ def compare(runs):
         same = lambda r: (r["backbone"], r["sha256"], r["seed"], *(r["recipe"][k] for k in ("steps", "batch", "seq", "init_from")))
         base = min((r for r in runs if r["config"].route == "baseline" and same(r) == same(run)), key=lambda r: r["loss"], default=None)
         run["baseline"] = base and base["run"]
-        run["delta"], run["speed_ratio"] = (run["loss"] - base["loss"], run["tokens_per_s"] / base["tokens_per_s"]) if base else (None, None)
+        run["delta"] = run["loss"] - base["loss"] if base else None
+        run["speed_ratio"] = run["tokens_per_s"] / base["tokens_per_s"] if base and run["device"] == base["device"] else None
     groups = defaultdict(list)
     for run in runs:
         groups[run["label"]].append(run)
     rows = []
     for label, members in groups.items():
-        mean = lambda name: statistics.mean(found) if (found := [m[name] for m in members if m[name] is not None]) else None
-        std = lambda name: statistics.stdev(found) if len(found := [m[name] for m in members if m[name] is not None]) > 1 else None
-        pairs = sum(m["delta"] is not None for m in members)
+        values = lambda name: [m[name] for m in members if m[name] is not None]
+        mean = lambda name: statistics.mean(values(name)) if values(name) else None
+        std = lambda name: statistics.stdev(values(name)) if len(values(name)) > 1 else None
         spread = std("delta")
         rows.append({"runs": label, "seeds": len({m["seed"] for m in members}), "loss": mean("loss"), "std": std("loss"), "delta": mean("delta"), "delta_std": spread,
-                     "delta_over_se": abs(mean("delta")) / (spread / math.sqrt(pairs)) if spread else None, "speed_ratio": mean("speed_ratio"),
-                     "tokens_per_s": round(mean("tokens_per_s")), "grad_norm": mean("grad_norm"), "grad_norm_variance": mean("grad_norm_variance"), "clipped": mean("clipped"),
-                     "added_flops_percent": mean("added_flops_percent")})
+                     "delta_over_se": abs(mean("delta")) / (spread / math.sqrt(len(values("delta")))) if spread else None}
+                    | {name: mean(name) for name in ("speed_ratio", "tokens_per_s", "grad_norm", "grad_norm_variance", "clipped", "added_flops_percent")})
     return rows
 
 
@@ -584,6 +584,8 @@ def power_law(compute, loss):
 def gains(runs):
     """The power law of the baselines and each other run's compute-equivalent gain: the compute at which the law gives its loss, over its own."""
     losses = defaultdict(list)
+    if any(run["sha256"] != runs[0]["sha256"] for run in runs):
+        raise ValueError("--gain needs runs on the same data")
     for run in runs:
         if run["config"].route == "baseline":
             losses[run["compute"]].append(run["loss"])
@@ -608,8 +610,6 @@ def read_items(folder):
 def paired_items(ours, theirs, seed=0):
     """{id: correct} of two models on the same items -> discordant counts, exact two-sided McNemar p, difference of the accuracies and its
     95 % bootstrap interval."""
-    if ours.keys() != theirs.keys() or not ours:
-        raise ValueError(f"the items differ: {len(ours)} and {len(theirs)}, {len(ours.keys() & theirs.keys())} in common")
     n = len(ours)
     gained, lost = (sum(ours[i] == won and theirs[i] == 1 - won for i in ours) for won in (1, 0))
     changed = gained + lost
@@ -617,6 +617,19 @@ def paired_items(ours, theirs, seed=0):
     draws = np.random.default_rng(seed).multinomial(n, [gained / n, lost / n, (n - changed) / n], 10_000)
     low, high = np.percentile((draws[:, 0] - draws[:, 1]) / n, (2.5, 97.5))
     return {"n": n, "gained": gained, "lost": lost, "mcnemar_p": p, "difference": (gained - lost) / n, "low": low.item(), "high": high.item()}
+
+
+def compare_items(against):
+    """{run: the run that it is compared with} -> a row for each task that both have results of."""
+    items, rows = {run: read_items(run) for run in against}, []
+    for a, b in against.items():
+        for task in items[a].keys() & items[b].keys() if a != b else ():
+            if items[a][task].keys() != items[b][task].keys() or not items[a][task]:
+                raise ValueError(f"{a} and {b} were not asked the same items of {task}: {len(items[a][task])} and {len(items[b][task])}")
+            rows.append({"run": a, "against": b, "task": task} | paired_items(items[a][task], items[b][task]))
+    if not rows:
+        raise ValueError("no two runs have results of the same task: python eval.py writes them to RUN/eval/")
+    return sorted(rows, key=lambda row: (row["run"], row["task"]))
 
 
 def run_compare(c, *folders):
@@ -631,8 +644,8 @@ def run_compare(c, *folders):
     if not runs:
         fail("no run to compare")
     rows = compare(runs)
-    short = {"delta_over_se": "|delta|/SE", "speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "added_flops_percent": "+FLOPs %"}
-    table([{short.get(name, name): value for name, value in row.items()} for row in rows])
+    names = {"delta_over_se": "|delta|/SE", "speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "added_flops_percent": "+FLOPs %"}
+    table([{names.get(name, name): value for name, value in (row | {"tokens_per_s": round(row["tokens_per_s"])}).items()} for row in rows])
     short = [f"{run['run']} ({run['evaluations']})" for run in runs if run["evaluations"] < c.tail]
     unfinished = [f"{run['run']} ({run['step']} of {run['steps']})" for run in runs if run["step"] < run["steps"]]
     for what, some in ((f"fewer evaluations than {c.tail}", short), ("not at their last step", unfinished)):
@@ -644,12 +657,7 @@ def run_compare(c, *folders):
         print(f"\nL = {law['A']:.4g} C^-{law['alpha']:.4g} + {law['E']:.4g} through {law['points']} baselines, rms residual {law['residual']:.2g} nats")
         table([{"run": name, "compute-equivalent gain": gain} for name, gain in law["gain"].items()])
     if c.items:
-        items = {run["run"]: read_items(run["run"]) for run in runs}
-        result["items"] = [{"run": run["run"], "against": against, "task": task} | paired_items(items[run["run"]][task], items[against][task])
-                           for run in runs for against in [run["baseline"] or runs[0]["run"]] if against != run["run"]
-                           for task in items[run["run"]] if task in items[against]]
-        if not result["items"]:
-            fail("no two runs have results of the same task: python eval.py writes them to RUN/eval/")
+        result["items"] = compare_items({run["run"]: run["baseline"] or runs[0]["run"] for run in runs})
         print()
         table(result["items"])
     for run in runs:  # what is drawn

@@ -2723,25 +2723,34 @@ def test_probe_power_law(fakes, capsys):
     with pytest.raises(SystemExit):
         inline(probe, "compare", *runs[1:], "--gain")
     assert "three different amounts of compute, there are 2" in capsys.readouterr().err
+    file = Path(runs[0], "config.json")
+    file.write_text(file.read_text().replace('["x"]', '["y"]'))
+    with pytest.raises(SystemExit):
+        inline(probe, "compare", *runs, "--gain")
+    assert "same data" in capsys.readouterr().err
 
 
-def test_probe_items(fakes):
+def test_probe_items(fakes, capsys):
     ours, theirs = {i: int(i % 3 > 0) for i in range(90)}, {i: int(i % 3 > 0 and i > 8 or i == 0) for i in range(90)}
     pair = probe.paired_items(ours, theirs)  # gained 1, 2, 4, 5, 7, 8; lost 0
     assert (pair["n"], pair["gained"], pair["lost"], pair["difference"]) == (90, 6, 1, 5 / 90) and pair["mcnemar_p"] == 2 * (1 + 7) / 2 ** 7
-    draw, gap = np.random.default_rng(1), np.array([ours[i] - theirs[i] for i in range(90)])
-    naive = np.percentile([gap[draw.integers(90, size=90)].mean() for _ in range(4000)], (2.5, 97.5))
-    assert (pair["low"], pair["high"]) == pytest.approx(naive, abs=0.012) and pair["low"] < pair["difference"] < pair["high"]
+    draw, gap = np.random.default_rng(1), np.array([1] * 60 + [-1] * 30 + [0] * 810)
+    naive = np.percentile([gap[draw.integers(900, size=900)].mean() for _ in range(10_000)], (2.5, 97.5))
+    many = probe.paired_items({i: int(gap[i] > 0) for i in range(900)}, {i: int(gap[i] < 0) for i in range(900)})
+    assert (many["low"], many["high"]) == pytest.approx(naive, abs=0.0015) and (many["gained"], many["lost"]) == (60, 30)
     equal = probe.paired_items(ours, ours)
     assert (equal["mcnemar_p"], equal["low"], equal["high"]) == (1.0, 0.0, 0.0)
-    with pytest.raises(ValueError, match="89 in common"):
-        probe.paired_items(ours, {i: 0 for i in range(1, 91)})
     for name, items in (("base", theirs), ("mhar", ours)):
         run = Path(fake_run(name, [3.0], route="mhar" if name == "mhar" else "baseline"))
         (run / "eval").mkdir()
         (run / "eval/tasks.json").write_text(json.dumps({"results": {}, "items": {"arc": [{"id": i, "correct": x} for i, x in items.items()]}}))
     (row,) = probe_json(fakes, "compare", "out/base", "out/mhar", "--items")["items"]
     assert row == {"run": "out/mhar", "against": "out/base", "task": "arc"} | pair
+    Path("out/mhar/eval/more.json").write_text(json.dumps({"items": {"arc": [{"id": i + 1, "correct": x} for i, x in ours.items()]}}))
+    os.utime("out/mhar/eval/tasks.json", (0, 0))  # the newer file counts
+    with pytest.raises(SystemExit):
+        inline(probe, "compare", "out/base", "out/mhar", "--items")
+    assert "not asked the same items of arc: 90 and 90" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, words", [
