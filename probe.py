@@ -106,7 +106,7 @@ class Compare:
     tail: int = 11  # evaluations at the end whose mean is a run's loss
     gain: bool = False  # compute-equivalent gain: needs baselines of three different amounts of compute
     items: bool = False  # also what eval.py wrote to RUN/eval/*.json, item by item
-    figure: Literal["curves", "grid", "flops", "norms", "heads"] = "curves"  # loss curves; loss by rank and blocks; by FLOPs; gradient norm by rank; loss by H and KV
+    figure: Literal["curves", "grid", "flops", "norms", "heads"] = "curves"  # grid: lr's ranks and blocks; norms: of gradients; heads: H and KV
     json: str | None = None  # write the numbers to this file
     plot: str | None = None  # draw the figure: .png, .svg or .pdf
 
@@ -296,8 +296,8 @@ def routing(model, run, c, device):
         visit_reads(model, idx.to(device), None if docs is None else docs.to(device), functools.partial(visit, half))
         tokens += idx.numel()
     sites, result = trained.sites(), {"tokens": tokens}
-    rows = {t: {"site": t, "before": what_reads(t, config), "slots": config.slots(t), "effective": mean.mean().item(), "spread": std.square().mean().sqrt().item(),
-                "effective_by_head": mean.tolist(), "weights": weights.tolist()} for t, (weights, _, mean, std) in sites.items()}
+    rows = {t: {"site": t, "before": what_reads(t, config), "slots": config.slots(t), "weights": weights.tolist(), "effective_by_head": mean.tolist(),
+                "effective": mean.mean().item(), "spread": std.square().mean().sqrt().item()} for t, (weights, _, mean, std) in sites.items()}
     if null.sums:
         ours, result["replication_r"] = deviations(sites)
         theirs, result["replication_r_random"] = deviations(null.sites())
@@ -319,7 +319,8 @@ def text_routing(model, run, c, device):
         fail(f"--site must be from 1 to {model.config.M}, not {site}")
     ids, found = [encoding.eot] + encoding.encode(c.text), []
     visit_reads(model, torch.tensor([ids], device=device), None, lambda s, weights, *_: found.append(weights[:, 0]) if s[0] == site else None)
-    return {"site": site, "before": what_reads(site, model.config), "slots": model.config.slots(site), "tokens": ["·" if i == encoding.eot else encoding.decode([i]) for i in ids],
+    return {"site": site, "before": what_reads(site, model.config), "slots": model.config.slots(site),
+            "tokens": ["·" if i == encoding.eot else encoding.decode([i]) for i in ids],
             "weights": torch.cat(found, -1).permute(2, 0, 1).tolist()}  # [H][slot][token]
 
 
@@ -337,12 +338,14 @@ def run_routing(c, name):
     for row in result["sites"]:
         mean = np.mean(row["weights"], 1)
         most = "  ".join(f"{row['slots'][i]}: {mean[i]:.0%}" for i in (-mean).argsort()[:3])
-        rows.append({name: row[name] for name in ("site", "before", "effective", "spread", "gate") if name in row} | {"slots": len(row["slots"]), "most read": most}
+        rows.append({name: row[name] for name in ("site", "before", "effective", "spread", "gate") if name in row}
+                    | {"slots": len(row["slots"]), "most read": most}
                     | {name: np.mean(row[name]) for name in ("deviation", "deviation_random") if name in row})
     table(rows)
     print(f"{result['tokens']:,} tokens")
     if "replication_r" in result:
-        print(f"deviations on one half of the text and on the other: r = {cell(result['replication_r'])}, of random queries {cell(result['replication_r_random'])}")
+        r, random = cell(result["replication_r"]), cell(result["replication_r_random"])
+        print(f"deviations on one half of the text and on the other: r = {r}, of random queries {random}")
     return result, draw_routing
 
 
@@ -394,7 +397,8 @@ def query_matrix(query, gain):
             "rank": (values > values[0] * max(matrix.shape) * torch.finfo(torch.float32).eps).sum().item(),
             "rank_99": (energy < 0.99).sum().item() + 1,  # singular values that hold 99 % of the squared norm
             "effective_dimension": dims.mean().item(), "effective_dimension_by_site": dims.tolist(),
-            "zeros_fp32": (folded[torch.float32][used] == 0).sum().item(), "zeros_fp64": (matrix[used] == 0).sum().item(), "singular_values": values.tolist()}
+            "zeros_fp32": (folded[torch.float32][used] == 0).sum().item(), "zeros_fp64": (matrix[used] == 0).sum().item(),
+            "singular_values": values.tolist()}
 
 
 def width(model, run, c, device):
@@ -444,14 +448,14 @@ def run_queries(c, name):
         widths = [config.d_model] * config.headwise + [config.r // config.H]
         if any(w % c.slices for w in widths):
             fail(f"--slices={c.slices} must divide the {widths[-1]} coordinates of each query; --slices=1 does, and tells of the rest")
-        result = {"matrices": {kind + "query": query_matrix(*(router[kind + x].detach().cpu().flatten(1) if kind + x in router else None for x in ("query", "gain")))
-                               for kind in ("", "group_") if kind + "query" in router}} | width(model, run, c, device)
-        shown = ["site", "slots", "cosine", *(f"{kind}{what}" for kind in ("contiguous", "interleaved", "matched") for what in ("", "_random"))]
-        table([{name: row.get(name) for name in shown} for row in result["sites"]])
+        rows = lambda name: router[name].detach().cpu().flatten(1) if name in router else None  # [sites, coordinates]
+        matrices = {f"{kind}query": query_matrix(rows(f"{kind}query"), rows(f"{kind}gain")) for kind in ("", "group_") if f"{kind}query" in router}
+        result = {"matrices": matrices} | width(model, run, c, device)
+        table([{name: value for name, value in row.items() if not name.endswith("excess")} for row in result["sites"]])
         print(f"{result['tokens']:,} tokens, {c.slices} slices, KL in nats; matched: {result['matched_sources']} slots at each site; means over sites:")
         for kind in ("contiguous", "interleaved", "matched"):
-            if kind in result["mean"]:
-                print(f"  {kind:12}", *(f"{what} {result['mean'][f'{kind}{key}']:.4g}" for what, key in (("trained", ""), ("random", "_random"), ("excess", "_excess"))))
+            trained, random, excess = (result["mean"][kind + what] for what in ("", "_random", "_excess"))
+            print(f"  {kind:12} trained {trained:.4g}, random {random:.4g}, excess {excess:.4g}")
         print()
     for name, matrix in result["matrices"].items():
         print(f"{name}: " + ", ".join(f"{key} {cell(value)}" for key, value in matrix.items() if not isinstance(value, list)))
@@ -492,6 +496,8 @@ def tensors(c, file):
 
 RECIPE = ("data", "steps", "batch", "seq", "lr", "schedule", "warmup", "warmdown", "optimizer", "muon_lr", "weight_decay", "decay", "z_loss", "ema",
           "clip", "doc_mask", "dtype", "param_dtype", "init_from")
+MEANS = {"speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "clipped": "clipped",
+         "added_flops_percent": "+FLOPs %"}  # what is averaged over seeds, and its column
 
 
 def flags_of(config):
@@ -521,7 +527,8 @@ def read_run(folder, tail):
         last = [loss for _, loss in evals[-tail:]]
         return {"run": str(folder), "config": config, "backbone": backbone, "recipe": {k: run["train"].get(k) for k in RECIPE},
                 "size": run["train"]["size"], "seed": run["train"]["seed"], "sha256": run["data"]["sha256"], "device": run.get("device"),
-                "loss": statistics.mean(last), "evaluations": len(last), "final_loss": last[-1], "step": log[-1]["step"], "steps": run["train"]["steps"],
+                "loss": statistics.mean(last), "evaluations": len(last), "final_loss": last[-1],
+                "step": log[-1]["step"], "steps": run["train"]["steps"],
                 "tokens_per_s": statistics.median(entry["tokens_per_s"] for entry in log), "compute": run["flops_per_token"] * log[-1]["tokens"],
                 "added_flops_percent": percent(config), "grad_norm": statistics.mean(norms), "grad_norm_variance": statistics.pvariance(norms),
                 "clipped": sum(norm > run["train"]["clip"] for norm in norms) / len(norms), "curve": evals}
@@ -552,9 +559,10 @@ def compare(runs):
         mean = lambda name: statistics.mean(values(name)) if values(name) else None
         std = lambda name: statistics.stdev(values(name)) if len(values(name)) > 1 else None
         spread = std("delta")
-        rows.append({"runs": label, "seeds": len({m["seed"] for m in members}), "loss": mean("loss"), "std": std("loss"), "delta": mean("delta"), "delta_std": spread,
+        rows.append({"runs": label, "seeds": len({m["seed"] for m in members}), "loss": mean("loss"), "std": std("loss"),
+                     "delta": mean("delta"), "delta_std": spread,
                      "delta_over_se": abs(mean("delta")) / (spread / math.sqrt(len(values("delta")))) if spread else None}
-                    | {name: mean(name) for name in ("speed_ratio", "tokens_per_s", "grad_norm", "grad_norm_variance", "clipped", "added_flops_percent")})
+                    | {name: mean(name) for name in MEANS})
     return rows
 
 
@@ -644,8 +652,8 @@ def run_compare(c, *folders):
     if not runs:
         fail("no run to compare")
     rows = compare(runs)
-    names = {"delta_over_se": "|delta|/SE", "speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "added_flops_percent": "+FLOPs %"}
-    table([{names.get(name, name): value for name, value in (row | {"tokens_per_s": round(row["tokens_per_s"])}).items()} for row in rows])
+    names = MEANS | {"delta_over_se": "|delta|/SE"}
+    table([{names.get(name, name): value for name, value in row.items()} for row in rows])
     short = [f"{run['run']} ({run['evaluations']})" for run in runs if run["evaluations"] < c.tail]
     unfinished = [f"{run['run']} ({run['step']} of {run['steps']})" for run in runs if run["step"] < run["steps"]]
     for what, some in ((f"fewer evaluations than {c.tail}", short), ("not at their last step", unfinished)):
@@ -669,9 +677,9 @@ def run_compare(c, *folders):
 # Pictures
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito's, told apart by everybody
-STYLE = {"font.size": 7, "axes.titlesize": 7.5, "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.1,
-         "lines.markersize": 3.5, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "legend.frameon": False, "legend.fontsize": 6.5, "legend.handlelength": 1.5,
-         "image.cmap": "viridis", "figure.dpi": 150, "savefig.dpi": 300, "savefig.bbox": "tight", "svg.fonttype": "none", "svg.hashsalt": "probe"}
+STYLE = {"font.size": 7, "axes.titlesize": 7.5, "legend.fontsize": 6.5, "axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+         "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.1, "lines.markersize": 3.5, "legend.frameon": False,
+         "image.cmap": "viridis", "savefig.dpi": 300, "savefig.bbox": "tight", "svg.fonttype": "none", "svg.hashsalt": "probe"}
 COLUMN, PAGE = 3.4, 7.0  # inches
 
 
@@ -770,7 +778,8 @@ def draw_routing(plt, result):
         for h, ax in enumerate(heads):
             ax.set_visible(h < H)
             if h < H:
-                site_map(below, ax, maps[h], f"head {h + 1} minus the mean", "weight" if h == H - 1 else None, list(heads), cmap="PuOr", vmin=-limit, vmax=limit)
+                label = "weight" if h == H - 1 else None  # one scale for all
+                site_map(below, ax, maps[h], f"head {h + 1} minus the mean", label, heads, cmap="PuOr", vmin=-limit, vmax=limit)
         heads[0].set_ylabel("site")
     return fig
 
@@ -825,14 +834,15 @@ def draw_compare(plt, result, figure, runs):
     if figure == "curves":
         for i, run in enumerate(groups):
             for j, seed in enumerate(r for r in runs if r["label"] == run["label"]):
-                ax.plot(*zip(*seed["curve"]), color=COLORS[i % 7], linestyle=("-", "--", ":")[i // 7 % 3], marker="o" if len(seed["curve"]) == 1 else None,
-                        label=None if j else run["label"])
+                ax.plot(*zip(*seed["curve"]), color=COLORS[i % 7], linestyle=("-", "--", ":")[i // 7 % 3],
+                        marker="o" if len(seed["curve"]) == 1 else None, label=None if j else run["label"])
         late = [loss for run in runs for _, loss in run["curve"][len(run["curve"]) // 5:]]
         margin = 0.05 * (max(late) - min(late)) or 0.1
         ax.set(xlabel="optimizer step", ylabel="validation loss (nats)", ylim=(min(late) - margin, max(late) + margin))
     elif figure == "flops":
         for i, run in enumerate(groups):
-            ax.errorbar(run["added_flops_percent"], run["group"]["loss"], yerr=run["group"]["std"], fmt="o^sDv"[i % 5], color=COLORS[i % 7], label=run["label"], capsize=2)
+            ax.errorbar(run["added_flops_percent"], run["group"]["loss"], yerr=run["group"]["std"], fmt="o^sDv"[i % 5], color=COLORS[i % 7],
+                        label=run["label"], capsize=2)
         ax.set(xlabel="added FLOPs (% of the core)", ylabel="validation loss (nats)")
     elif figure == "norms":
         for i, N in enumerate(sorted({blocks(run["config"]) for run in chosen})):
@@ -867,7 +877,9 @@ def draw_compare(plt, result, figure, runs):
 
 
 def cell(value, spec=".4g"):
-    return "" if value is None else str(value) if isinstance(value, str | bool) else f"{value:,}" if isinstance(value, int) else format(float(value), spec)
+    if value is None or isinstance(value, str | bool):
+        return "" if value is None else str(value)
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 10_000 else format(float(value), spec)
 
 
 def table(rows, spec=".4g"):
@@ -918,7 +930,8 @@ def write_files(c, result, draw):
 
 
 def main():
-    commands = {"cost": (Cost, run_cost, 0), "routing": (Routing, run_routing, 1), "queries": (Queries, run_queries, 1), "compare": (Compare, run_compare, math.inf)}
+    commands = {"cost": (Cost, run_cost, 0), "routing": (Routing, run_routing, 1), "queries": (Queries, run_queries, 1),
+                "compare": (Compare, run_compare, math.inf)}  # flags, function, most folders
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("--help", "-h"):
         print(__doc__.strip(), f"\n\nprobe.py {{{'|'.join(commands)}}} --help lists the flags")
@@ -929,7 +942,7 @@ def main():
     folders = [arg for arg in sys.argv[2:] if not arg.startswith("-")]
     flags = parse_flags(config, *[GPTConfig] * (command == "cost"), argv=[arg for arg in sys.argv[2:] if arg.startswith("-")])
     if not min(names, 1) <= len(folders) <= names:
-        fail(f"probe.py {command} takes {'no run' if not names else 'one run' if names == 1 else 'one or more runs'}, not {' '.join(folders) or 'none'}")
+        fail(f"probe.py {command} takes {({0: 'no run', 1: 'one run'}).get(names, 'one or more runs')}, not {' '.join(folders) or 'none'}")
     mine = {f.name for f in dataclasses.fields(config)}
     c = config(**{k: v for k, v in flags.items() if k in mine})
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a text's characters
