@@ -512,7 +512,7 @@ def read_run(folder, tail):
     """What compare needs of a run's folder. Raises ValueError with one line."""
     run, log = read_config(folder), []
     try:
-        for line in Path(folder, "log.jsonl").read_text().splitlines():
+        for line in Path(folder, "log.jsonl").read_text(errors="replace").splitlines():
             try:
                 log.append(json.loads(line))
             except ValueError:  # the line that a running job is writing
