@@ -805,11 +805,12 @@ def draw_queries(plt, result):
     fig, axes = plt.subplots(1, panels, figsize=(PAGE if panels > 1 else COLUMN, 2.1), layout="constrained", squeeze=False)
     *most, last = axes.flat
     if most:
-        t, value = [row["site"] for row in result["sites"]], lambda name: [row.get(name, np.nan) for row in result["sites"]]
+        t, value = [row["site"] for row in result["sites"]], lambda name: np.array([row[name] for row in result["sites"]])
         for i, name in enumerate(("contiguous", "interleaved")):
             most[0].plot(t, value(name), "os"[i] + "-", color=COLORS[i], label=f"{name} slices")
             most[0].plot(t, value(name + "_random"), "--", color=COLORS[i], label=f"random, {name}")
-        most[0].set(xlabel="site", ylabel=f"KL of {result['slices']} slices (nats)", ylim=(0, None))
+        top = max(line.get_ydata().max() for line in most[0].lines)
+        most[0].set(xlabel="site", ylabel=f"KL of {result['slices']} slices (nats)", ylim=(0, 1.5 * top or 1))  # room for the legend
         most[0].legend()
         most[1].plot(t, value("cosine"), "o-", color=COLORS[2])
         most[1].set(xlabel="site", ylabel="mean cosine of the sources")
