@@ -366,7 +366,7 @@ class Depth:
     running sum of its block up to sublayer output i; site t reads the slots S(t) = config.slots(t), through route() or the
     fused kernels of kernel.py, whose Bank keeps the slots itself."""
     fuse_norm = True  # the kernels' reads do the sublayer's RMSNorm on the way
-    watched = None  # a list that gets (t, weights) of every read, see watch_routing
+    watched = None  # called at every read, see watch_routing
 
     @staticmethod
     def init(config):
@@ -401,7 +401,7 @@ class Depth:
             return self.kernel.route(sources, query, **args)
         mix, weights = route(sources, query, keys=self.keys, **args)
         if Depth.watched is not None:
-            Depth.watched.append((t, weights))
+            Depth.watched(t, weights, sources, query, self.keys)
         return mix
 
     def read(self, t):
@@ -424,11 +424,13 @@ class Depth:
 
 
 @contextmanager
-def watch_routing():
-    """with watch_routing() as reads: models run with plain reads, and reads gets (t, weights [n, ..., H]) of each, in order."""
-    Depth.watched = []
+def watch_routing(visit=None):
+    """with watch_routing() as reads: models run with plain reads, and reads gets (t, weights [n, ..., H]) of each, in order.
+    With visit nothing is kept: visit(t, weights, sources, query, keys) is called instead, with what route() took and gave."""
+    reads = []
+    Depth.watched = visit or (lambda t, weights, *_: reads.append((t, weights)))
     try:
-        yield Depth.watched
+        yield reads
     finally:
         Depth.watched = None
 

@@ -5,6 +5,7 @@ over tokens, heads and sources; nothing in it is fast and nothing is shared with
 kernels against reads in float64: in Triton's interpreter, or on a GPU, where more is tried. Then data and training, as commands that a person types.
 """
 import copy
+import gc
 import gzip
 import hashlib
 import itertools
@@ -36,6 +37,7 @@ if not torch.cuda.is_available():
 import bench
 import model
 import prepare
+import probe
 import sample
 import train
 from model import GPT, SIZES, GPTConfig, load_run, parse_flags, rotary, route
@@ -2479,3 +2481,410 @@ train.main()""")
     assert (run / "ckpt/.metadata").exists() and not (run / "ckpt.partial/.metadata").exists() and not (run / "ckpt_prev").exists()
     call("train.py", "--resume=out/full", cwd=folder, ranks=2)
     assert list(losses(run)) == list(range(1, 7)) and (run / "ckpt.pt").exists() and not list(run.glob("*.partial"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# probe.py: its arithmetic against the papers' figures, its statistics against naive reads, cases with known answers
+
+PROBED = dict(vocab_size=257)  # of data/small
+ROUTED = [name for name in ROUTES if name not in ("baseline", "hc")]
+
+
+def same(a, b, tol=1e-9):
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and np.abs(a - b).max() <= tol * np.abs(b).max()
+
+
+def test_probe_flops_of_lr():
+    """LR table 5, every cell: S_src (r + d) multiply-adds, and r (L (d + m) + d) for projected keys, of L (4 d^2 + 3 d m)."""
+    printed = {("slice", r, "full"): p for r, p in zip((16, 32, 64, 128, 256, 512, 768, 1024), (
+        "0.4129", "0.4193", "0.4320", "0.4574", "0.5082", "0.6099", "0.7115", "0.8131"))}
+    printed |= {("slice", 128, N): p for N, p in (("N=4", "0.06278"), ("N=8", "0.09865"), ("N=16", "0.1704"))}
+    printed |= {("projected", r, "full"): p for r, p in ((16, "0.8966"), (32, "1.387"), (64, "2.367"))}
+    printed |= {("projected", 32, N): p for N, p in (("N=4", "1.025"), ("N=8", "1.058"), ("N=16", "1.123"))}
+    swept = probe.sweep(GPTConfig.from_size("lr-0.5b", route="lr"))
+    cells = {(row["keys"], row["rank"], N): row[N] for row in swept["added_flops_percent"] for N in ("full", "N=4", "N=8", "N=16")}
+    assert len(cells) == 32 + 12 and all(f"{cells[key]:#.4g}" == p for key, p in printed.items())
+    L, d, m, reads = 24, 1024, 2816, {name: sum(1 + len(by_block(t, 48, N)) for t in range(1, 49)) for name, N in (("full", 48), ("N=4", 4), ("N=8", 8), ("N=16", 16))}
+    assert reads == {row["blocks"]: row["source_reads"] for row in swept["reads"]} == {"full": 1224, "N=4": 168, "N=8": 264, "N=16": 456}
+    for (keys, r, N), percent in cells.items():
+        added = reads[N] * (r + d) + (r * (L * (d + m) + d) if keys == "projected" else 0)
+        assert percent == pytest.approx(100 * added / (L * (4 * d * d + 3 * d * m)), rel=1e-12)
+
+
+@pytest.mark.parametrize("size, flags, expected", [
+    ("lr-0.5b", dict(route="lr", rank=32), dict(kernel_reduction_percent="48.44", parameters_added="1536", source_reads="1224", retained_slots="49")),
+    ("lr-0.5b", dict(route="lr", keys="projected"), dict(key_parameters="2981888", parameters_added="2983424", key_bytes_percent="3.125", kernel_reduction_percent="48.44")),
+    ("lr-0.5b", dict(route="lr", rank=128, blocks=8), dict(added_flops_percent="0.09865", source_reads="264", retained_slots="9")),
+    ("100m", dict(), dict(added_flops_percent="0.879")), ("350m", dict(), dict(added_flops_percent="0.664", parameters_added="100352")),
+    ("1b", dict(), dict(added_flops_percent="0.781", parameters_added="186880")),
+    ("350m", dict(route="baseline"), dict(added_flops_percent="0", parameters_added="0")),
+], ids=str)
+def test_probe_cost(size, flags, expected):
+    result = probe.cost(GPTConfig.from_size(size, **flags))
+    assert {name: f"{result[name]:.{len(p.partition('.')[2])}f}" for name, p in expected.items()} == expected
+
+
+def test_probe_traffic():
+    for L, N in itertools.product((1, 4), (1, 2, 3, 8)):
+        if N <= 2 * L:  # each pair by itself, both ways
+            c = GPTConfig(n_layer=L, blocks=N)
+            assert probe.pair_reads(c, 1) == (c.source_reads(), c.source_reads())
+    M, C = 48, 8
+    before, after = [k * C + 1 for k in range(M // C)], [M - (k + 1) * C for k in range(M // C)]  # full routing: of each chunk
+    full = GPTConfig.from_size("350m")
+    assert probe.pair_reads(full, C) == (sum(before) + M * (C + 1) // 2, M + sum(after) + M * (C + 1) // 2)
+    # 6 sublayers, blocks end at 2, 4, 6, chunks of 2. Forward 1 + 2, 2 + 2, 3 + 2; backward slot 0: 6, then 2 + 4, 2 + 2, 2 + 0
+    assert probe.pair_reads(GPTConfig(n_layer=3, blocks=3), 2) == (12, 18)
+    push, pull, chunked = probe.cost(full, tokens=1000, itemsize=2, bandwidth=1e12)["traffic"]
+    assert (push["pair_units"], pull["pair_units"]) == (1224 * (1 + 2 + 4), 2 * 1224) and chunked["pair_units"] == sum(probe.pair_reads(full, 8)) < 1224
+    assert pull["bytes"] == (2 * 1224 + 7 * 48) * 1000 * 1024 * 2 and pull["ms"] == pytest.approx(pull["bytes"] / 1e9)
+    assert probe.cost(full, itemsize=4)["traffic"][0]["pair_units"] == 1224 * (1 + 2 + 2)
+    pytest.importorskip("triton")
+    import kernel
+    assert probe.Cost.chunk == kernel.CHUNK
+
+
+def probed(name="mhar", n=4, seq=8, **options):
+    """A model in float64 on data/small, its run, and flags."""
+    m = build(**PROBED | (ROUTES[name] if isinstance(name, str) else name))
+    return m, {"data": {"folder": "data/small", "encoding": "bytes"}, "train": {"seq": seq}}, options | dict(tokens=n * seq)
+
+
+def reads_by_hand(m, rows):
+    """{t: [[(sources, query, norm, keys, weights) for each read] for each token]} of naive_gpt on rows [n, seq]."""
+    c, calls, plain = m.config, [], naive_route
+
+    def spy(sources, query, norm, eps, keys=None):
+        mix, weights = plain(sources, query, norm, eps, keys)
+        calls.append((sources, query, norm, keys, weights))
+        return mix, weights
+
+    reads = {t: [] for t in range(c.M + 1)}
+    for row in rows:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "naive_route", spy)
+            naive_gpt(c, m.state_dict(), row.tolist())
+        found = iter(calls)
+        for t in reads:
+            reads[t] += [[next(found) for _ in range(c.n_kv_head if c.headwise and t % 2 == 0 and t < c.M else 1)] for _ in row]
+        calls.clear()
+    return reads
+
+
+def deviations_by_hand(W):
+    """W: {t: weights [tokens, n, H]} -> {t: [H]}, r between the first 16 tokens and the others."""
+    gap = lambda w: w.mean(0) - w.mean(0).mean(-1, keepdims=True)
+    a, b = (np.concatenate([gap(h).ravel() for h in half]) for half in zip(*(np.split(w, [16]) for w in W.values())))
+    return {t: np.abs(gap(w)).sum(0) / 2 for t, w in W.items()}, np.corrcoef(a, b)[0, 1]
+
+
+@pytest.mark.parametrize("name", ["mhar", "attnres", "lr-projected", "headwise", "mhar-delta", "mhar-blocks"])
+def test_probe_routing(inside, name):
+    """All statistics against naive reads; in batches of one as in one big batch; the text's picture."""
+    m, run, options = probed(name, n=5)  # windows: two and three
+    c = m.config
+    results = [probe.routing(m, run, probe.Routing(batch=batch, **options), "cpu") for batch in (1, 4)]
+    reads, random = reads_by_hand(m, validation_rows(n=5, seq=8)[:, :-1]), probe.RandomQueries(0)
+    W, null = {}, {}
+    for t in range(1, c.M + 1):
+        W[t] = np.stack([np.concatenate([w for *_, w in token], -1) for token in reads[t]])
+        queries = [random((t, j), torch.tensor(q))[0].numpy() for j, (_, q, *_) in enumerate(reads[t][0])]
+        null[t] = np.stack([np.concatenate([naive_route(s, q, norm, c.norm_eps, k)[1] for (s, _, norm, k, _), q in zip(token, queries)], -1) for token in reads[t]])
+    (ours, r), (theirs, r_random) = (deviations_by_hand(x) for x in (W, null)) if c.H > 1 else ((None, None),) * 2
+    for result in results:
+        assert result["tokens"] == 40 and [row["site"] for row in result["sites"]] == list(W)
+        for t, row in zip(W, result["sites"]):
+            exp_h = np.exp(-(W[t] * np.log(W[t])).sum(1))  # [tokens, H]
+            assert same(row["weights"], W[t].mean(0)) and same(row["effective_by_head"], exp_h.mean(0)) and row["effective"] == pytest.approx(exp_h.mean())
+            assert row["spread"] == pytest.approx(math.sqrt(exp_h.var(0).mean())) and 0.01 < row["spread"] < row["effective"] < len(row["slots"])
+            if c.H > 1:
+                assert same(row["deviation"], ours[t], 1e-7) and same(row["deviation_random"], theirs[t], 1e-7)
+            if c.delta:
+                assert row["gate"] == m.router["gate"][t].item()
+        assert ("replication_r" in result) == (c.H > 1) and (c.H == 1 or (result["replication_r"], result["replication_r_random"]) == pytest.approx((r, r_random)))
+    for site in (None, 2):
+        shown = probe.text_routing(m, run, probe.Routing(text="json", site=site), "cpu")
+        hand = reads_by_hand(m, np.array([[256, *b"json"]]))[site or c.M]
+        assert shown["tokens"] == list("·json") and same(np.array(shown["weights"]).transpose(2, 1, 0), np.stack([np.concatenate([w for *_, w in token], -1) for token in hand]))
+
+
+def test_probe_statistics_in_batches():
+    """fp32 weights, added batch by batch: the sums are those of one batch in float64."""
+    w, statistics = torch.randn(5, 40_000, 2, generator=torch.Generator().manual_seed(0)).mul(2).softmax(0), probe.Statistics()
+    for half, part in enumerate(w.split([10_000, 30_000], 1)):
+        for batch in part.split(700, 1):
+            statistics.add(half, (1, 0), batch.unflatten(1, (-1, 20)))
+    weights, halves, mean, std = statistics.sites()[1]
+    exp_h = np.exp(-(w.double() * w.double().log()).sum(0).numpy())
+    assert same(weights, w.double().mean(1), 1e-12) and same(halves[1], w[:, 10_000:].double().mean(1), 1e-12)
+    assert same(mean, exp_h.mean(0), 1e-7) and same(std, exp_h.std(0), 1e-6)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_probe_known_routing(inside, name):
+    """Zero queries read every slot alike; huge ones a single slot at each token."""
+    m, run, options = probed(name)
+    for size, expected in ((0.0, lambda row: len(row["slots"])), (1e7, lambda row: 1)):
+        for key in ("query", "group_query"):
+            if key in m.router:
+                m.router[key].data = torch.randn(m.router[key].shape, generator=torch.Generator().manual_seed(1)).double() * size
+        for row in probe.routing(m, run, probe.Routing(**options), "cpu")["sites"]:
+            assert row["effective_by_head"] == pytest.approx([expected(row)] * len(row["effective_by_head"]), abs=1e-3) and row["spread"] < 1e-2
+            assert same(np.sum(row["weights"], 0), np.ones(len(row["weights"][0])))
+
+
+def kl_by_hand(sources, query, norm, keys, eps, S, interleaved):
+    """KL(a_s || alpha) of one token, mean over heads and slices."""
+    (H, R), d, found = query.shape, len(sources[0]), []
+    for h in range(H):
+        parts = np.zeros((S, len(sources)))
+        for i, v in enumerate(sources):
+            key = keys[i] if keys is not None else v[(h + 1) * (d // H) - R:(h + 1) * (d // H)]
+            rho = math.sqrt(np.mean((v if norm == "full" else key) ** 2) + eps)
+            for a in range(R):
+                parts[a % S if interleaved else a * S // R, i] += query[h, a] * key[a] / rho
+        softmax = lambda z: [math.exp(x) / sum(map(math.exp, z)) for x in z]
+        alpha = softmax(parts.sum(0))
+        found += [sum(p * math.log(p / q) for p, q in zip(softmax(S * z), alpha)) for z in parts]
+    return np.mean(found)
+
+
+@pytest.mark.parametrize("name, S", [("attnres", 4), ("lr", 2), ("lr-full", 5), ("lr-projected", 5), ("mhar-rank", 2), ("headwise", 4), ("lr-delta", 4)])
+def test_probe_disagreement(inside, name, S):
+    """Every column of the table against naive reads: trained, random, contiguous, interleaved, equally many sources, cosines."""
+    m, run, options = probed(name, n=2)
+    c, flags = m.config, probe.Queries(slices=S, sources=4, draws=2, seed=3, **options)
+    result, reads = probe.width(m, run, flags, "cpu"), reads_by_hand(m, validation_rows(n=2, seq=8)[:, :-1])
+    random = probe.RandomQueries(3, 2)
+    assert [row["site"] for row in result["sites"]] == list(range(1, c.M + 1)) and result["tokens"] == 16
+    for t, row in enumerate(result["sites"], 1):
+        nulls = [random((t, j), torch.tensor(q)).numpy() for j, (_, q, *_) in enumerate(reads[t][0])]
+        assert all(same(np.linalg.norm(q, axis=-1), np.linalg.norm(read[1], axis=-1)[None].repeat(2, 0)) for q, read in zip(nulls, reads[t][0]))
+        some = [round(x) for x in np.linspace(0, row["slots"] - 1, 4)]
+        matched = lambda sources: [sources[i] for i in some]
+        for kind, pick in (("contiguous", list), ("interleaved", list), ("matched", matched)):
+            if kind == "matched" and row["slots"] < 4:
+                assert kind not in row
+                continue
+            kl = lambda read, q: kl_by_hand(pick(read[0]), q, read[2], read[3] and pick(read[3]), c.norm_eps, S, kind == "interleaved")
+            ours = np.mean([kl(read, read[1]) for token in reads[t] for read in token])
+            theirs = np.mean([kl(read, q) for token in reads[t] for read, pair in zip(token, nulls) for q in pair])
+            assert (row[kind], row[f"{kind}_random"], row[f"{kind}_excess"]) == pytest.approx((ours, theirs, ours - theirs), rel=1e-8) and ours > 1e-3
+        cosine = lambda a, b: a @ b / math.sqrt(a @ a * (b @ b))
+        cosines = [cosine(a, b) for token in reads[t] for s, *_ in token for a, b in itertools.combinations(s, 2)]
+        assert row["cosine"] == pytest.approx(np.mean(cosines), abs=1e-9)
+    assert result["mean"]["contiguous_excess"] == pytest.approx(np.mean([row["contiguous_excess"] for row in result["sites"]]))
+
+
+def test_probe_planted_disagreement():
+    """Two slices that want different sources, KL by hand: alpha is 1/2 each, a_s is p = 9/10 for its own. Slices that agree give 0."""
+    a = math.log(9) / 2  # softmax(2 z) = (0.9, 0.1)
+    sources = [torch.tensor([1.0, 0, 0, 0], dtype=torch.float64), torch.tensor([0, 0, 1.0, 0], dtype=torch.float64)]
+    planted = a / 2 * torch.tensor([[1.0, 0, 1.0, 0]], dtype=torch.float64)  # rho = 1/2
+    kl = 0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.5)
+    z = probe.slice_logits(sources, planted, 2, eps=0.0)
+    assert probe.disagreement(z).item() == pytest.approx(kl)
+    assert probe.disagreement(probe.slice_logits(sources, planted, 2, interleaved=True, eps=0.0)).item() == pytest.approx(0)  # coordinates 0 and 2 are one slice
+    assert probe.cosine([torch.zeros(2, 3), torch.ones(2, 3), torch.ones(2, 3)]).item() == pytest.approx(2 / 3)  # 1/3 for each of two tokens
+    assert probe.disagreement(torch.tensor([1.0, -2.0, 0.5]).view(3, 1, 1).expand(3, 1, 4)).item() == pytest.approx(0, abs=1e-7)
+
+
+def test_probe_query_matrix():
+    draw = np.random.default_rng(0)
+    rank3 = torch.tensor(draw.normal(size=(9, 3)) @ draw.normal(size=(3, 20)))
+    found = probe.query_matrix(torch.cat([torch.zeros(1, 20), rank3.float()]), None)
+    assert (found["rank"], found["queries"], found["zero_queries"], found["width"]) == (3, 9, 1, 20)
+    gain = torch.tensor(draw.uniform(0.5, 2, size=(9, 20))).float()
+    found = probe.query_matrix(rank3.float(), gain)
+    values = np.linalg.svd(rank3.float().double().numpy() * gain.double().numpy(), compute_uv=False)
+    assert same(found["singular_values"], values) and found["rank"] > 3
+    energy = np.cumsum(values ** 2) / np.sum(values ** 2)
+    assert energy[found["rank_99"] - 1] >= 0.99 > energy[found["rank_99"] - 2]
+    query = torch.zeros(3, 16)
+    query[0, 5], query[1], query[2, :2] = 3.0, -0.2, torch.tensor([3.0, 4.0])
+    found = probe.query_matrix(query, None)
+    p = (9 / 25, 16 / 25)
+    assert found["effective_dimension_by_site"] == pytest.approx([1, 16, math.exp(-sum(x * math.log(x) for x in p))])
+    assert found["effective_dimension"] == pytest.approx(np.mean(found["effective_dimension_by_site"])) and found["zeros_fp32"] == found["zeros_fp64"] == 15 + 14
+    tiny, gain = torch.ones(1, 4), torch.ones(1, 4)
+    tiny[0, 0] = gain[0, 0] = 1e-30  # their product is 0 in fp32 only
+    found = probe.query_matrix(tiny, gain)
+    assert (found["zeros_fp32"], found["zeros_fp64"]) == (1, 0)
+    assert probe.query_matrix(torch.zeros(2, 4), None) == {"queries": 0, "zero_queries": 2}
+
+
+def probe_json(inside, *flags):
+    inline(probe, *flags, "--json=probe.json")
+    return json.loads(Path("probe.json").read_text())
+
+
+def test_probe_queries_of_a_file(inside, capsys):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    draw = torch.Generator().manual_seed(0)
+    rows = {f"layers.{i}.query": torch.randn(6, generator=draw) for i in range(12)}
+    save_file(rows | {f"layers.{i}.gain": torch.full((6,), 1.0 + i) for i in range(12)} | {"all": torch.stack(list(rows.values())).view(12, 2, 3)}, "q.safetensors")
+    folded = np.stack([(1.0 + i) * rows[f"layers.{i}.query"].numpy() for i in range(12)])  # layer 10 after layer 9
+    one = probe_json(inside, "queries", "q.safetensors", "--query=layers.*.query", "--gain=layers.*.gain")["matrices"]["query"]
+    assert same(one["singular_values"], np.linalg.svd(folded, compute_uv=False), 1e-6) and one["queries"] == 12
+    p = folded ** 2 / (folded ** 2).sum(1, keepdims=True)
+    assert same(one["effective_dimension_by_site"], np.exp(-(p * np.log(p)).sum(1)), 1e-5)
+    assert probe_json(inside, "queries", "q.safetensors", "--query=all")["matrices"] == probe_json(inside, "queries", "q.safetensors", "--query=layers.*.query")["matrices"]
+
+
+def test_probe_queries_of_a_run(inside):
+    run = trained("probed", "--steps=12", "--route=attnres", "--lr=0.05", "--warmup=0", "--norm_eps=1e-2")
+    state = torch.load(run / "ckpt.pt", weights_only=True)["model"]
+    folded = (state["router.query"] * state["router.gain"]).double().flatten(1).numpy()[1:]
+    found = probe_json(inside, "queries", str(run), "--tokens=64")["matrices"]["query"]
+    assert same(found["singular_values"], np.linalg.svd(folded, compute_uv=False), 1e-6) and (found["queries"], found["zero_queries"], found["rank"]) == (4, 1, 4)
+
+
+def test_probe_memory(inside):
+    """What is alive between two batches does not grow with the tokens."""
+    m, run, options = probed("mhar", n=24)
+    hidden, alive = m.hidden, []
+
+    def spy(*args):
+        alive.append(sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor))
+        return hidden(*args)
+
+    m.hidden = spy
+    for call in (lambda: probe.routing(m, run, probe.Routing(batch=4, **options), "cpu"), lambda: probe.width(m, run, probe.Queries(batch=4, **options), "cpu")):
+        alive.clear()
+        call()
+        assert len(alive) == 6 and alive[2] <= alive[1] and alive[5] <= alive[4]  # the second half of the text has sums of its own
+
+
+def fake_run(name, losses, seed=42, speed=1000, norms=(1.0, 3.0), tokens=1024, **flags):
+    """A finished run's config.json and log.jsonl, an evaluation at every step."""
+    folder = Path("out", name)
+    folder.mkdir(parents=True)
+    c, recipe = GPTConfig(**dict(n_layer=2, d_model=32, n_head=4, n_kv_head=2, d_mlp=48, route="baseline") | flags), train.TrainConfig(seed=seed, steps=len(losses))
+    (folder / "config.json").write_text(json.dumps({"model": vars(c), "train": vars(recipe), "data": {"folder": "data/small", "sha256": ["x"]},
+                                                    "flops_per_token": c.flops(128)}))
+    (folder / "log.jsonl").write_text("".join(json.dumps({"step": s, "tokens": tokens * s // len(losses), "loss": 9.0, "grad_norm": norms[s % 2], "tokens_per_s": speed,
+                                                          "val_loss": loss}) + "\n" for s, loss in enumerate(losses, 1)))
+    return str(folder)
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_probe_compare(fakes):
+    curve = lambda last: [5.0, 4.0] + [last + 0.01 * (i - 5) for i in range(11)]  # eleven evaluations of mean `last`, two before
+    runs = [fake_run("base-42", curve(3.0)), fake_run("base-43", curve(3.2), seed=43), fake_run("other", curve(1.0), seed=42, d_model=48),
+            *[fake_run(f"mhar-{s}", curve(x), seed=s, speed=800, norms=(0.5, 2.0), route="mhar", blocks=2) for s, x in ((42, 2.9), (43, 3.0), (44, 2.0))]]
+    found = probe_json(fakes, "compare", *runs, f"--plot={fakes / 'curves.svg'}")
+    rows = {row["runs"]: row for row in found["groups"]}
+    assert set(rows) == {"baseline --d_model=32", "baseline --d_model=48", "mhar --blocks=2 --d_model=32"}
+    row = rows["mhar --blocks=2 --d_model=32"]  # differences -0.1, -0.2 (the seed 44 has no baseline): mean -0.15, std 0.0707, SE 0.05
+    assert (row["seeds"], row["loss"], row["delta"], row["delta_std"], row["delta_over_se"]) == pytest.approx((3, 7.9 / 3, -0.15, 0.1 / math.sqrt(2), 3.0))
+    assert row["std"] == pytest.approx(np.std([2.9, 3.0, 2.0], ddof=1)) and row["speed_ratio"] == 0.8
+    norms = [2.0, 0.5] * 6 + [2.0]
+    assert (row["grad_norm"], row["grad_norm_variance"], row["clipped"]) == pytest.approx((np.mean(norms), np.var(norms), 7 / 13))
+    reads = 2 + 2 + 3 + 3  # of the four sites, two blocks
+    assert row["added_flops_percent"] == pytest.approx(100 * reads * 2 * 32 / (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)))
+    assert probe.flags_of(GPTConfig(n_layer=2, blocks=4)) == "mhar"  # as many blocks as outputs: full
+    assert [run["baseline"] for run in found["runs"]] == ["out/base-42", "out/base-43", "out/other", "out/base-42", "out/base-43", None]
+
+
+def test_probe_compare_leaves_out_what_is_no_run(fakes, capsys):
+    good, cut, empty = fake_run("good", [3.0, 2.0]), fake_run("cut", [3.0, 2.0]), fake_run("empty", [])
+    Path(cut, "log.jsonl").write_text(Path(cut, "log.jsonl").read_text() + '{"step": 3, "lo')
+    Path("out/none").mkdir()
+    shutil.copytree(good, "out/logless"), Path("out/logless/log.jsonl").unlink()
+    shutil.copytree(good, "out/odd"), Path("out/odd/log.jsonl").write_text('{"val_loss": 3.0}\n')
+    found = probe_json(fakes, "compare", good, cut, empty, "out/none", "out/logless", "out/odd", "out/nothing")
+    assert [(run["run"], run["loss"], run["evaluations"]) for run in found["runs"]] == [(good, 2.5, 2), (cut, 2.5, 2)]
+    assert capsys.readouterr().err.count("left out: ") == 5
+
+
+def test_probe_power_law(fakes, capsys):
+    C = np.array([1e15, 4e15, 3e16, 2e17])
+    A, alpha, E = 900.0, 0.18, 1.7
+    assert probe.power_law(C, A * C ** -alpha + E) == pytest.approx((A, alpha, E, 0), rel=1e-3, abs=1e-6)
+    wrong = A * C ** -alpha + E + np.array([0.01, -0.02, 0.015, -0.005])
+    assert 1e-3 < probe.power_law(C, wrong)[3] < 0.02
+    for bad in (([1e15, 1e15, 2e15], [3, 3, 2]), ([1e15, 2e15, 3e15], [2, 3, 4])):
+        with pytest.raises(ValueError, match="three different|does not fall"):
+            probe.power_law(*bad)
+    flops, law = GPTConfig(n_layer=2, d_model=32, n_head=4, n_kv_head=2, d_mlp=48, route="baseline").flops(128), lambda c: 50 * c ** -0.1 + 1.5
+    runs = [fake_run(f"base-{n}", [law(flops * n)], tokens=n) for n in (10**6, 10**7, 10**8)]
+    routed = GPTConfig(n_layer=2, d_model=32, n_head=4, n_kv_head=2, d_mlp=48, route="mhar").flops(128) * 10**7
+    runs += [fake_run("mhar", [law(1.5 * routed)], tokens=10**7, route="mhar"), fake_run("floor", [1.4], tokens=10**7, route="mhar", blocks=2)]
+    found = probe_json(fakes, "compare", *runs, "--gain")["power_law"]
+    assert found["alpha"] == pytest.approx(0.1, rel=1e-2) and found["gain"]["out/mhar"] == pytest.approx(1.5, rel=1e-2) and found["gain"]["out/floor"] is None
+    with pytest.raises(SystemExit):
+        inline(probe, "compare", *runs[1:], "--gain")
+    assert "three different amounts of compute, there are 2" in capsys.readouterr().err
+    file = Path(runs[0], "config.json")
+    file.write_text(file.read_text().replace('["x"]', '["y"]'))
+    with pytest.raises(SystemExit):
+        inline(probe, "compare", *runs, "--gain")
+    assert "same data" in capsys.readouterr().err
+
+
+def test_probe_items(fakes, capsys):
+    ours, theirs = {i: int(i % 3 > 0) for i in range(90)}, {i: int(i % 3 > 0 and i > 8 or i == 0) for i in range(90)}
+    pair = probe.paired_items(ours, theirs)  # gained 1, 2, 4, 5, 7, 8; lost 0
+    assert (pair["n"], pair["gained"], pair["lost"], pair["difference"]) == (90, 6, 1, 5 / 90) and pair["mcnemar_p"] == 2 * (1 + 7) / 2 ** 7
+    draw, gap = np.random.default_rng(1), np.array([1] * 60 + [-1] * 30 + [0] * 810)
+    naive = np.percentile([gap[draw.integers(900, size=900)].mean() for _ in range(10_000)], (2.5, 97.5))
+    many = probe.paired_items({i: int(gap[i] > 0) for i in range(900)}, {i: int(gap[i] < 0) for i in range(900)})
+    assert (many["low"], many["high"]) == pytest.approx(naive, abs=0.0015) and (many["gained"], many["lost"]) == (60, 30)
+    equal = probe.paired_items(ours, ours)
+    assert (equal["mcnemar_p"], equal["low"], equal["high"]) == (1.0, 0.0, 0.0)
+    for name, items in (("base", theirs), ("mhar", ours)):
+        run = Path(fake_run(name, [3.0], route="mhar" if name == "mhar" else "baseline"))
+        (run / "eval").mkdir()
+        (run / "eval/tasks.json").write_text(json.dumps({"results": {}, "items": {"arc": [{"id": i, "correct": x} for i, x in items.items()]}}))
+    (row,) = probe_json(fakes, "compare", "out/base", "out/mhar", "--items")["items"]
+    assert row == {"run": "out/mhar", "against": "out/base", "task": "arc"} | pair
+    Path("out/mhar/eval/more.json").write_text(json.dumps({"items": {"arc": [{"id": i + 1, "correct": x} for i, x in ours.items()]}}))
+    os.utime("out/mhar/eval/tasks.json", (0, 0))  # the newer file counts
+    with pytest.raises(SystemExit):
+        inline(probe, "compare", "out/base", "out/mhar", "--items")
+    assert "not asked the same items of arc: 90 and 90" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("cost", "memory traffic"), ("cost --size=lr-0.5b --route=lr --sweep", "rank r|added FLOPs|projected"), ("routing out/probed-mhar --tokens=256", "exp|random queries|head 2"),
+    ("routing out/probed-mhar --text=a$b$", "head 2|slot"), ("queries out/probed --tokens=64", "contiguous|singular value|cosine"),
+    *[(f"compare out/probed-lr out/probed-mhar out/plain --figure={figure}", words) for figure, words in (
+        ("curves", "optimizer step|validation loss"), ("grid", "blocks N|rank r"), ("flops", "added FLOPs"), ("norms", "gradient norm"), ("heads", "routing heads|KV heads"))],
+])
+def test_probe_draws(inside, flags, words):
+    pytest.importorskip("matplotlib")
+    trained("probed", "--steps=12", "--route=attnres", "--lr=0.05", "--warmup=0", "--norm_eps=1e-2"), trained("probed-mhar", "--route=mhar", "--steps=12"), trained("plain", "--route=baseline")
+    trained("probed-lr", "--route=lr", "--steps=12")
+    inline(probe, *flags.split(), "--plot=probe.svg", "--json=probe.json")
+    assert all(word in Path("probe.svg").read_text() for word in words.split("|")) and json.loads(Path("probe.json").read_text())["command"].startswith("python probe.py " + flags.split()[0])
+    if flags == "cost":
+        inline(probe, "cost", "--plot=probe.png")
+        assert Path("probe.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("nothing", "unknown command"), ("cost --size=1g", "unknown size"), ("cost out/probed", "no run"), ("cost --route=lr --rank=0", "rank"), ("cost --tokens=0", "positive"),
+    ("cost --sweep", "--route=lr"), ("cost --route=lr --sweep --rank=3", "by itself"), ("cost --route=baseline --plot=x.svg", "none"), ("cost --bandwith=3", "--bandwidth"),
+    ("cost --json=nowhere/x.json", "no folder"), ("cost --json=out", "is a folder"), ("cost --plot=x.gif", ".png"), ("routing", "one run"), ("routing a b", "one run"), ("routing out/nothing", "is no run"),
+    ("routing out/plain", "no depth routing"), ("routing out/probed-mhar --tokens=-1", "positive"), ("routing out/probed-mhar --text=a --site=5", "from 1 to 4"),
+    ("routing out/probed-mhar --checkpoint=last.pt", "last.pt"), ("queries out/probed --slices=5", "divide"), ("queries out/probed --slices=0", "positive"), ("queries out/probed --query=x", ".safetensors"),
+    ("queries nothing.safetensors --query=x", "nothing.safetensors"), ("queries half.safetensors --query=x", "half.safetensors"), ("queries half.safetensors", "names"),
+    ("compare", "one or more runs"), ("compare out/nothing", "no run to compare"), ("compare out/probed --tail=0", "positive"), ("compare out/probed --items", "eval.py"),
+    ("compare out/plain --figure=grid --plot=x.svg --json=x.json", "--route=lr"), ("compare out/plain --figure=heads --plot=x.svg", "--route=mhar"), ("compare out/plain --gain", "three"),
+])
+def test_probe_refuses(inside, capsys, flags, says):
+    trained("probed", "--steps=12", "--route=attnres", "--lr=0.05", "--warmup=0", "--norm_eps=1e-2"), trained("probed-mhar", "--route=mhar", "--steps=12"), trained("plain", "--route=baseline")
+    Path("half.safetensors").write_bytes(b"\x08" * 20)
+    before = sorted(inside.rglob("*"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        inline(probe, *flags.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and says in err and len([line for line in err.splitlines() if not line.startswith("left out: ")]) == 1, err
+    assert sorted(inside.rglob("*")) == before
