@@ -16,7 +16,8 @@ all reads of a step, in units of one [tokens, d] tensor as it is stored, and the
     push      as published: each site reads its slots once forward, twice backward, where it also reads and writes fp32 gradients
     pull      every (site, slot) pair is read once forward (the slot) and once backward (the site's gradient)
     chunked   --chunk sites fetch their older slots together, --chunk slots the gradients of later sites
-and besides, once for each site: slots, mixes and gradients written and read, and with chunks the partial results.
+and besides, once for each site: slots, mixes and gradients written and read, and with chunks the partial results. Bank, activations and
+the training's peak beside the baseline's are the arithmetic of train.py --dry_run, with bf16 parameters.
 
 routing: the weights' mean over tokens (LR figure 8); exp(H), H a token's entropy over slots, its mean and standard deviation over
 tokens: the effective number of sources (LR Eq. 14); each head's deviation from the mean over heads, half the sum of absolute
