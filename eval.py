@@ -27,7 +27,6 @@ import logging
 import math
 import os
 import platform
-import re
 import shlex
 import sys
 import urllib.request
@@ -83,9 +82,9 @@ class Tasks:
 
 def load(folder, c):
     """The run's model on this rank's device, its config.json, its encoding, rank and number of ranks."""
-    for name in ("tokens", "batch_tokens", "limit"):
-        if getattr(c, name, None) is not None and getattr(c, name) < 1:
-            raise ValueError(f"--{name} must be positive, not {getattr(c, name)}")
+    for name, least in {"tokens": 1, "batch_tokens": 1, "limit": 1, "num_fewshot": 0, "max_length": 2}.items():
+        if getattr(c, name, None) is not None and getattr(c, name) < least:
+            raise ValueError(f"--{name} must be {least} at least, not {getattr(c, name)}")
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -119,10 +118,10 @@ def token_losses(model, x, targets):
     return torch.cat(nats), torch.cat(likeliest)
 
 
-def save(folder, name, c, run, versions, results, items):
+def save(folder, name, c, run, versions, results, items, **more):
     """Writes folder/eval/name.json, or name-2.json, ...: nothing is overwritten."""
     head = {"command": shlex.join(["python", "eval.py", *sys.argv[1:]]), "checkpoint": c.checkpoint, "ema": c.ema, "step": run["step"],
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions}}
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions}} | more
     text = json.dumps(head | {"results": results, "items": items}) + "\n"
     for i in itertools.count(1):
         file = Path(folder, "eval", name + (f"-{i}" if i > 1 else "") + ".json")
@@ -248,7 +247,7 @@ class Scorer:
                     owners += [i] * len(answer)
             hidden = self.model.hidden(torch.from_numpy(idx).to(self._device))
             nats, likeliest = token_losses(self.model, hidden[rows, columns], torch.tensor(targets, dtype=torch.long, device=self._device))
-            np.add.at(totals, owners, -nats.double().cpu().numpy())
+            np.add.at(totals, owners, -nats.cpu().double().numpy())
             np.logical_and.at(greedy, owners, likeliest.cpu().numpy())
             self.progress(done, len(queue), "inputs")
         return [(total, bool(g)) for total, g in zip(totals.tolist(), greedy)]
@@ -271,9 +270,8 @@ class Scorer:
             batch = queue[done:done + max(1, self.batch_tokens // (len(queue[done][0]) + queue[done][1]))]
             done += len(batch)
             for (*_, stops, i), ids in zip(batch, self.greedy(batch)):
-                texts[i] = self.encoding.decode(ids)
-                for stop in stops:
-                    texts[i] = texts[i].partition(stop)[0]
+                text = self.encoding.decode(ids)
+                texts[i] = text[:min((text.index(stop) for stop in stops if stop in text), default=None)]
             self.progress(done, len(queue), "prompts")
         return texts
 
@@ -324,92 +322,96 @@ class Scorer:
         dist.barrier()
 
 
-def chosen(c):
+def chosen(c, rank):
     """--tasks as {name: metric}; the metric is None for what is not of a group here."""
     wanted = {}
     for name in filter(None, c.tasks.split(",")):
-        wanted |= GROUPS.get(name, {name: None})
-        if name in GROUPS and RUN_CODE & set(GROUPS[name]) and not c.confirm_run_unsafe_code:
-            wanted = {task: metric for task, metric in wanted.items() if task not in RUN_CODE}
-            print(f"{name} without {' and '.join(sorted(RUN_CODE))}: they run code that the model writes, give --confirm_run_unsafe_code", file=sys.stderr)
+        group = GROUPS.get(name, {name: None})
+        if name in GROUPS and not c.confirm_run_unsafe_code and RUN_CODE & set(group):
+            group = {task: metric for task, metric in group.items() if task not in RUN_CODE}
+            if rank == 0:
+                print(f"{name} without {' and '.join(sorted(RUN_CODE))}: they need --confirm_run_unsafe_code", file=sys.stderr)
+        wanted |= group
     if not wanted:
         raise ValueError(f"which tasks? --tasks={', '.join(GROUPS)}, or names of the harness")
     return wanted
 
 
-def find_tasks(c):
-    """The harness's objects for --tasks, its TaskManager, and {task: metric}. Whatever is missing is a ValueError with one line."""
-    wanted, offline = chosen(c), False
+def find_tasks(wanted, c):
+    """{name: metric} -> the harness's TaskManager, and {name: (metric, the object, names of the single tasks in it)}. Raises ValueError
+    with one line that says what is missing."""
     import huggingface_hub.constants as hub
-    try:  # one quick look: the libraries below would retry for half a minute, each time
+    offline = False
+    try:  # one quick look: the libraries below would retry for half a minute, for each task
         urllib.request.urlopen(hub.ENDPOINT, timeout=10).close()
     except OSError:
         offline = hub.HF_HUB_OFFLINE = True
         os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
     from lm_eval.tasks import TaskManager
-    import datasets
-    datasets.disable_progress_bars()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if c.include_path and not Path(c.include_path).is_dir():
         raise ValueError(f"--include_path={c.include_path} is no folder")
-    known = lambda manager: all(name in manager.all_tasks or Path(name).is_file() for name in wanted)
     manager = TaskManager(include_path=c.include_path, include_defaults=False)
-    if not known(manager):  # the harness's own thousands take 12 seconds to list
+    known = lambda name: name in manager.all_tasks or Path(name).is_file()
+    if not all(map(known, wanted)):  # it takes the harness many seconds to list its own thousands
         manager = TaskManager(include_path=c.include_path)
-    objects, metrics = [], {}
+    tasks, code = {}, "runs code that the model writes: --confirm_run_unsafe_code allows it"
     for name, metric in wanted.items():
-        if name not in manager.all_tasks and not Path(name).is_file():
-            close = difflib.get_close_matches(name, [*manager.all_tasks, *GROUPS], n=3)
-            raise ValueError(f"no task {name!r}" + (f"; there is {', '.join(close)}" if close else f"; groups: {', '.join(GROUPS)}"))
+        if not known(name):
+            close = difflib.get_close_matches(name, [*GROUPS, *manager.all_tasks])
+            raise ValueError(f"no task {name!r}" + (f"; there is {', '.join(close)}" if close else f" in the harness; groups here: {', '.join(GROUPS)}"))
         try:
             found = manager.load([name])
         except Exception as e:  # the libraries below raise nearly everything
-            why = " ".join(str(e).split())[:300] or type(e).__name__
+            why = str(e) or type(e).__name__
             if "code_eval" in why and not c.confirm_run_unsafe_code:
-                raise ValueError(f"task {name} runs code that the model writes: --confirm_run_unsafe_code allows it")
-            raise ValueError(f"task {name}: {why}" + ("; there is no network here, and no copy on this machine" if offline else ""))
+                why = code
+            elif offline and not isinstance(e, ImportError):
+                why += "; there is no network, and no copy on this machine"
+            raise ValueError(f"task {name}: {why}")
         if any(getattr(task, "UNSAFE_CODE", False) for task in found["tasks"].values()) and not c.confirm_run_unsafe_code:
-            raise ValueError(f"task {name} runs code that the model writes: --confirm_run_unsafe_code allows it")
-        objects += [found["groups"][name]] if name in found["groups"] else found["tasks"].values()
-        metrics |= dict.fromkeys([name, *found["tasks"]], metric)
-    return objects, manager, metrics
+            raise ValueError(f"task {name}: {code}")
+        tasks[name] = metric, [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values()), list(found["tasks"])
+    return manager, tasks
 
 
 def tasks(folder, c):
     try:
-        from lm_eval import __version__, simple_evaluate
-        from lm_eval.api.model import LM
+        from lm_eval import __version__
     except ImportError:
         raise ValueError("the tasks need the EleutherAI harness: pip install lm-eval")
     if c.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    if c.max_length is not None and c.max_length < 2 or (c.num_fewshot or 0) < 0:
-        raise ValueError("--max_length must be 2 at least, --num_fewshot not negative")
-    objects, manager, metrics = find_tasks(c)
     model, run, encoding, rank, world = load(folder, c)
+    manager, wanted = find_tasks(chosen(c, rank), c)
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
     scorer = type("Run", (Scorer, LM), {})(model, encoding, c.max_length or run["train"]["seq"], c.batch_tokens, rank, world)
-    found = simple_evaluate(scorer, tasks=objects, task_manager=manager, limit=c.limit, num_fewshot=c.num_fewshot, bootstrap_iters=1000,
-                            confirm_run_unsafe_code=c.confirm_run_unsafe_code)
-    if found is None:  # another rank has it
+    found = simple_evaluate(scorer, tasks=[task for _, objects, _ in wanted.values() for task in objects], task_manager=manager, limit=c.limit,
+                            num_fewshot=c.num_fewshot, bootstrap_iters=1000, confirm_run_unsafe_code=c.confirm_run_unsafe_code)
+    if found is None:  # rank 0 has it
         return
     results, items = {}, {}
-    for task, values in found["results"].items():
+    for task, values in found["results"].items():  # "acc,none": the metric and the filter of its answers
         results[task] = {name.removesuffix(",none"): value for name, value in values.items() if "," in name and isinstance(value, (int, float))}
-        for name, value in results[task].items():
-            metric, _, which = name.partition(",")
-            error = results[task].get(f"{metric}_stderr" + (f",{which}" if which else ""))
-            if not metric.endswith("_stderr") and metrics.get(task) in (None, name) and (task in metrics or task in found["group_subtasks"]):
-                print(f"{task:30} {name:28} {value:10.4f}" + (f" +- {error:.4f}" if error is not None else ""))
-    for task, samples in found["samples"].items():
-        metric, _, which = (metrics.get(task) or f"{samples[0]['metrics'][0]},{samples[0]['filter']}").partition(",")
-        values = [(sample["doc_id"], number(sample.get(metric))) for sample in samples if sample["filter"] == (which or "none")]
-        items[task] = [{"id": i, "correct": value} for i, value in sorted(values) if value is not None]
-    save(folder, re.sub(r"[^\w.-]+", "-", c.tasks)[:80], c, run, {"lm_eval": __version__, "tasks": found["versions"], "num_fewshot": found["n-shot"]}, results, items)
+    for name, (metric, _, singles) in wanted.items():
+        for task in [name] if results.get(name) else singles:
+            for what, value in results[task].items():
+                error = results[task].get(what.replace(",", "_stderr,") if "," in what else what + "_stderr")
+                if not what.split(",")[0].endswith("_stderr") and (metric not in results[task] or what == metric):
+                    print(f"{task:30} {what:30} {value:10.4f}" + (f" +- {error:.4f}" if error is not None else ""))
+        for task in singles:
+            samples = found["samples"][task]
+            what, _, answers = (metric or f"{samples[0]['metrics'][0]},{samples[0]['filter']}").partition(",")
+            values = [(sample["doc_id"], number(sample.get(what))) for sample in samples if sample["filter"] == (answers or "none")]
+            items[task] = [{"id": i, "correct": value} for i, value in sorted(values) if value is not None]
+    versions = {"lm_eval": __version__, "tasks": found["versions"]}
+    save(folder, "-".join(Path(name).stem for name in c.tasks.split(","))[:80], c, run, versions, results, items, num_fewshot=found["n-shot"])
 
 
 def number(value):
-    """An item's metric; a log-likelihood and the words (or bytes) that it is for become one for each. None for anything else."""
-    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value):
+    """An item's metric as a number; a log-likelihood with the number of words or bytes that it is of becomes one for each. None for anything else."""
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value):
         value = value[0] / max(1, value[1])
     return float(value) if isinstance(value, (int, float, np.number)) else None
 
