@@ -88,7 +88,7 @@ def load(folder, c):
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(device, local) if device == "cuda" and "RANK" in os.environ else torch.device(device)
+        device = torch.device("cuda", local) if device.startswith("cuda") and "RANK" in os.environ else torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):
         raise ValueError(f"--device={c.device} is not to be had here")
@@ -404,7 +404,7 @@ def tasks(folder, c):
             samples = found["samples"][task]
             what, _, answers = (metric or f"{samples[0]['metrics'][0]},{samples[0]['filter']}").partition(",")
             values = [(sample["doc_id"], number(sample.get(what))) for sample in samples if sample["filter"] == (answers or "none")]
-            items[task] = [{"id": i, "correct": value} for i, value in sorted(values) if value is not None]
+            items[task] = [{"id": i, "correct": value} for i, value in sorted(values, key=lambda pair: pair[0]) if value is not None]
     versions = {"lm_eval": __version__, "tasks": found["versions"]}
     save(folder, "-".join(Path(name).stem for name in c.tasks.split(","))[:80], c, run, versions, results, items, num_fewshot=found["n-shot"])
 
@@ -413,7 +413,7 @@ def number(value):
     """An item's metric as a number; a log-likelihood with the number of words or bytes that it is of becomes one for each. None for anything else."""
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value):
         value = value[0] / max(1, value[1])
-    return float(value) if isinstance(value, (int, float, np.number)) else None
+    return float(value) if isinstance(value, (int, float, np.number, np.bool_)) else None
 
 
 def main():
