@@ -155,8 +155,9 @@ def loss(folder, c):
     sums = torch.zeros(len(starts) + 1, dtype=torch.float64)  # nats of each window; the last is the number of bytes
     counts = torch.tensor([min(seq, len(array) - 1 - start) for array, start in starts])
     for first in range(rank * n, len(starts), world * n):  # batches do not depend on the number of ranks, so neither do their bits
-        rows = np.full((min(n, len(starts) - first), seq + 1), encoding.eot)  # a short window is padded on the right, where nothing sees it
-        for row, (array, start) in zip(rows, starts[first:]):
+        batch = starts[first:first + n]
+        rows = np.full((len(batch), seq + 1), encoding.eot)  # a short window is padded on the right, where nothing sees it
+        for row, (array, start) in zip(rows, batch):
             ids = array[start:start + seq + 1]
             row[:len(ids)] = ids
         if rows.max() >= model.config.vocab_size:
@@ -166,9 +167,9 @@ def loss(folder, c):
         hidden = model.hidden(x, (x == encoding.eot).cumsum(1) if run["train"]["doc_mask"] else None)
         nats = token_losses(model, hidden.flatten(0, 1), y.flatten())[0].view(y.shape).cpu().double()
         counted = torch.arange(seq) < counts[first:first + n, None]
-        sums[first:first + len(rows)] = torch.where(counted, nats, 0).sum(1)
+        sums[first:first + len(batch)] = torch.where(counted, nats, 0).sum(1)
         if sys.stderr.isatty() and rank == 0:
-            print(f"{first + len(rows):,} of {len(starts):,} windows", end="   \r", file=sys.stderr)
+            print(f"{first + len(batch):,} of {len(starts):,} windows", end="   \r", file=sys.stderr)
     for array in arrays:  # a character that a shard's end or --tokens cuts counts as U+FFFD, 3 bytes
         documents = np.split(array[1:], np.flatnonzero(array[1:] == encoding.eot))
         sums[-1] += sum(len(encoding.decode(ids[ids != encoding.eot].tolist()).encode()) for ids in documents[rank::world])
