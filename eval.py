@@ -29,6 +29,7 @@ import os
 import platform
 import shlex
 import sys
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,6 +346,8 @@ def find_tasks(wanted, c):
     offline = False
     try:  # one quick look: the libraries below would retry for half a minute, for each task
         urllib.request.urlopen(hub.ENDPOINT, timeout=10).close()
+    except urllib.error.HTTPError:  # it answers
+        pass
     except OSError:
         offline = hub.HF_HUB_OFFLINE = True
         os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
