@@ -17,8 +17,8 @@ tasks: names of the harness, its groups, yaml files, or a named group here:
 The harness makes prompts and metrics; here are the log-probabilities and greedy decoding that it asks for. Under torchrun the ranks share the items.
 
 Both print a table and write RUN/eval/<name>.json, the next free name: command, versions, results {task: {metric: value}} and items
-{task: [{id, correct}]}, where correct is the item's value of the task's first metric (0 or 1; for perplexities a log-likelihood a word or byte, for loss the
-mean nats of a window).
+{task: [{id, correct}]}, where correct is the item's value of the task's first metric: 0 or 1; for perplexities a log-likelihood a word; for
+loss the mean nats of a window.
 """
 import difflib
 import itertools
@@ -119,6 +119,11 @@ def token_losses(model, x, targets):
     return torch.cat(nats), torch.cat(likeliest)
 
 
+def progress(done, n, what, rank):
+    if sys.stderr.isatty() and rank == 0:
+        print(f"{done:,} of {n:,} {what}", end="   \r", file=sys.stderr)
+
+
 def save(folder, name, c, run, versions, results, items, **more):
     """Writes folder/eval/name.json, or name-2.json, ...: nothing is overwritten."""
     head = {"command": shlex.join(["python", "eval.py", *sys.argv[1:]]), "checkpoint": c.checkpoint, "ema": c.ema, "step": run["step"],
@@ -169,8 +174,7 @@ def loss(folder, c):
         nats = token_losses(model, hidden.flatten(0, 1), y.flatten())[0].view(y.shape).cpu().double()
         counted = torch.arange(seq) < counts[first:first + n, None]
         sums[first:first + len(batch)] = torch.where(counted, nats, 0).sum(1)
-        if sys.stderr.isatty() and rank == 0:
-            print(f"{first + len(batch):,} of {len(starts):,} windows", end="   \r", file=sys.stderr)
+        progress(first + len(batch), len(starts), "windows", rank)
     for array in arrays:  # a character that a shard's end or --tokens cuts counts as U+FFFD, 3 bytes
         documents = np.split(array[1:], np.flatnonzero(array[1:] == encoding.eot))
         sums[-1] += sum(len(encoding.decode(ids[ids != encoding.eot].tolist()).encode()) for ids in documents[rank::world])
@@ -184,7 +188,8 @@ def loss(folder, c):
     total, tokens = math.fsum(nats), int(counts.sum())
     results = {"loss": total / tokens, "perplexity": float(np.exp(total / tokens)), "bits_per_byte": total / math.log(2) / size,
                "tokens": tokens, "bytes": int(size), "windows": len(starts)}
-    print(f"{folder}, step {run['step']}: " + "  ".join(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.6f}" for name, value in results.items()))
+    shown = (f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.6f}" for name, value in results.items())
+    print(f"{folder}, step {run['step']}: " + "  ".join(shown))
     items = [{"id": i, "correct": value / count} for i, (value, count) in enumerate(zip(nats, counts.tolist()))]
     save(folder, "loss", c, run, {}, {"validation": results}, {"validation": items})
 
@@ -251,7 +256,7 @@ class Scorer:
             nats, likeliest = token_losses(self.model, hidden[rows, columns], torch.tensor(targets, dtype=torch.long, device=self._device))
             np.add.at(totals, owners, -nats.cpu().double().numpy())
             np.logical_and.at(greedy, owners, likeliest.cpu().numpy())
-            self.progress(done, len(queue), "inputs")
+            progress(done, len(queue), "inputs", self._rank)
         return [(total, bool(g)) for total, g in zip(totals.tolist(), greedy)]
 
     @torch.no_grad()
@@ -274,7 +279,7 @@ class Scorer:
             for (*_, stops, i), ids in zip(batch, self.greedy(batch)):
                 text = self.encoding.decode(ids)
                 texts[i] = text[:min((text.index(stop) for stop in stops if stop in text), default=None)]
-            self.progress(done, len(queue), "prompts")
+            progress(done, len(queue), "prompts", self._rank)
         return texts
 
     def greedy(self, batch):
@@ -303,10 +308,6 @@ class Scorer:
                 live = [live[k] for k in kept]
                 cache.kv = {layer: (k[kept], v[kept]) for layer, (k, v) in cache.kv.items()}
         return outs
-
-    def progress(self, done, n, what):
-        if sys.stderr.isatty() and self._rank == 0:
-            print(f"{done:,} of {n:,} {what}", end="   \r", file=sys.stderr)
 
     # Between ranks; the harness gives each its share of the items
 
@@ -363,7 +364,7 @@ def find_tasks(wanted, c):
     for name, metric in wanted.items():
         if not known(name):
             close = difflib.get_close_matches(name, [*GROUPS, *manager.all_tasks])
-            raise ValueError(f"no task {name!r}" + (f"; there is {', '.join(close)}" if close else f" in the harness; groups here: {', '.join(GROUPS)}"))
+            raise ValueError(f"no task {name!r}; there is {', '.join(close or GROUPS)}")
         try:
             found = manager.load([name])
         except Exception as e:  # the libraries below raise nearly everything
