@@ -83,10 +83,10 @@ class Tasks:
 
 def load(folder, c):
     """The run's model on this rank's device, its config.json, its encoding, rank and number of ranks."""
-    for name, least in {"tokens": 1, "batch_tokens": 1, "limit": 1, "num_fewshot": 0, "max_length": 2}.items():
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    for name, least in {"tokens": 1, "batch_tokens": 1, "limit": world, "num_fewshot": 0, "max_length": 2}.items():
         if getattr(c, name, None) is not None and getattr(c, name) < least:
             raise ValueError(f"--{name} must be {least} at least, not {getattr(c, name)}")
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device("cuda", local) if device.startswith("cuda") and "RANK" in os.environ else torch.device(device)
@@ -129,15 +129,18 @@ def save(folder, name, c, run, versions, results, items, **more):
     head = {"command": shlex.join(["python", "eval.py", *sys.argv[1:]]), "checkpoint": c.checkpoint, "ema": c.ema, "step": run["step"],
             "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions}} | more
     text = json.dumps(head | {"results": results, "items": items}) + "\n"
+    Path(folder, "eval").mkdir(exist_ok=True)
     for i in itertools.count(1):
         file = Path(folder, "eval", name + (f"-{i}" if i > 1 else "") + ".json")
         try:
-            file.parent.mkdir(exist_ok=True)
             with open(file, "x") as f:
                 f.write(text)
             return print(f"-> {file}")
         except FileExistsError:
             pass
+        except OSError:  # a full disk
+            file.unlink(missing_ok=True)
+            raise
 
 
 # ----------------------------------------------------------------------------------------------------------------------
