@@ -7,14 +7,16 @@
 
 loss: the validation split is read in consecutive windows of the run's seq tokens; each shard's last window is as short as it comes
 out. So every token is a target once, but for the first of each shard (the end-of-text id before its first document, or one token in 100
-million). Documents are kept apart if the run was trained so. Cross-entropies are fp32 and their sums exact: any number of ranks gives the
-same bits. Bits per byte divide the same sum (ends of documents too) by the bytes of the targets' text, in which an end of text has none.
+million). Documents are kept apart if the run was trained so. Cross-entropies are fp32, their sums exact and the batches always the same, so
+the number of ranks changes nothing (on a CPU not a bit). Bits per byte divide the same sum (ends of documents too) by the bytes of the
+targets' text, in which an end of text has none.
 
 tasks: names of the harness, its groups, yaml files, or a named group here:
-    lr        LR appendix G: eight tasks without examples, accuracies
+    lr        in the manner of LR appendix G: ARC-Easy, ARC-Challenge, HellaSwag, PIQA, WinoGrande, OpenBookQA, BoolQ, SciQ, without examples
     mhar      MHAR: WikiText-2, LAMBADA, HellaSwag
     mhar-mid  MHAR's mid-training: MMLU, GPQA, GSM8K, MATH, and with --confirm_run_unsafe_code HumanEval and MBPP
-The harness makes prompts and metrics; here are the log-probabilities and greedy decoding that it asks for. Under torchrun the ranks share the items.
+The harness makes prompts and metrics; here are the log-probabilities and the greedy decoding that it asks for. Under torchrun the ranks
+share the items.
 
 Both print a table and write RUN/eval/<name>.json, the next free name: command, versions, results {task: {metric: value}} and items
 {task: [{id, correct}]}, where correct is the item's value of the task's first metric: 0 or 1; for perplexities a log-likelihood a word; for
