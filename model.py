@@ -741,8 +741,8 @@ class GPT(nn.Module):
 
 
 def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False):
-    """A run's model, ready to use, and its config.json as a dict; ema: with the moving average of its weights. Raises ValueError
-    with one line if there is none."""
+    """A run's model, ready to use, and its config.json as a dict, with the checkpoint's step; ema: with the moving average of its
+    weights. Raises ValueError with one line if there is none."""
     run, file = read_config(folder), Path(folder, checkpoint)
     kernel = "torch" if run["model"].get("kernel") == "torch" else "auto"  # this may be another machine
     model = GPT(GPTConfig(**run["model"] | {"kernel": kernel}))
@@ -758,7 +758,7 @@ def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False):
         raise ValueError(f"{folder} has no {checkpoint} yet")
     except Exception as e:  # torch.load raises nearly everything
         raise ValueError(f"{file} does not hold this run's model: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
-    return model.to(device).eval(), run
+    return model.to(device).eval(), run | {"step": state.get("step")}
 
 
 def read_config(folder):

@@ -607,12 +607,13 @@ def gains(runs):
 
 
 def read_items(folder):
-    """{task: {id: 0 or 1}} of a run's eval/*.json, the newest file last."""
+    """{task: {id: 0 or 1}} of a run's eval/*.json, the newest file last. Tasks whose items are not right or wrong are left out."""
     found = {}
     for file in sorted(Path(folder, "eval").glob("*.json"), key=lambda p: p.stat().st_mtime):
         try:
             for task, items in json.loads(file.read_text()).get("items", {}).items():
-                found[task] = {item["id"]: int(item["correct"]) for item in items}
+                if all(item["correct"] in (0, 1) for item in items):
+                    found[task] = {item["id"]: int(item["correct"]) for item in items}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(f"{file} holds no results of eval.py: {type(e).__name__}: {e}")
     return found

@@ -21,6 +21,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernel.py then runs on CPU tensors
 
 import bench
+import eval as evaluation
 import model
 import prepare
 import probe
@@ -2888,3 +2890,314 @@ def test_probe_refuses(inside, capsys, flags, says):
     err = capsys.readouterr().err
     assert stop.value.code == 2 and says in err and len([line for line in err.splitlines() if not line.startswith("left out: ")]) == 1, err
     assert sorted(inside.rglob("*")) == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation: the loss against a loop over the split, answers against one full forward pass for each, in float64
+
+LETTERS = ["a", "b", "c", "d", " ", "ab", "ba", "cc", " a", "d ", "abc", "x", "y", "z", "xy", "zz", "\n", "\n\n", "c\n", "dd", "0", "1"]
+SPELLING = prepare.Encoding(lambda text: [LETTERS.index(piece) for piece in re.findall("|".join(sorted(LETTERS, key=len, reverse=True)), text)],
+                            lambda ids: "".join(LETTERS[i] for i in ids if i < 22), 23, 22)  # longest pieces first; they join across boundaries
+
+
+def asked(*args):
+    return SimpleNamespace(args=args, task_name="asked")
+
+
+@torch.no_grad()
+def naive_answer(m, prompt, answer, max_length):
+    """Log-probability of the answer's ids after the prompt's, of which as many are read as fit; and whether each was the likeliest."""
+    ids = prompt[-max(1, max_length + 1 - len(answer)):] + answer
+    total, greedy = 0.0, True
+    for z, token in zip(m(torch.tensor([ids[:-1]]))[0].double().numpy()[len(ids) - 1 - len(answer):] if answer else [], answer):
+        total += z[token] - z.max() - math.log(np.exp(z - z.max()).sum())
+        greedy &= z.argmax() == token
+    return total, greedy
+
+
+def texts(n, seed=0, longest=30):
+    draw = random.Random(seed)
+    return ["".join(draw.choice(LETTERS) for _ in range(draw.randrange(longest))) for _ in range(n)]
+
+
+def newest(run, name):
+    return json.loads(max(Path(run, "eval").glob(f"{name}*.json"), key=lambda file: file.stat().st_mtime_ns).read_text())
+
+
+@pytest.mark.parametrize("flags, options", [("--route=baseline", ""), ("--route=mhar --ema=0.75 --doc_mask", "--ema"), ("--route=lr --rank=8", "--tokens=1003")])
+def test_eval_loss_is_that_of_a_loop_over_the_split(inside, monkeypatch, capsys, flags, options):
+    if not Path("data/shards").exists():  # several shards, the last window of each shorter than the others
+        monkeypatch.setattr(prepare, "SHARD", 3001)
+        make_texts(inside / "many")
+        prepare.prepare(text_config("many", "data/shards"))
+    run = trained("eval" + flags.replace(" ", ""), "--data=shards", "--steps=12", "--lr=1e-2", *flags.split())
+    inline(evaluation, "loss", str(run), "--batch_tokens=200", *options.split())
+    m, found, left = load_run(run, ema="ema" in options)[0], newest(run, "loss"), 1003 if "tokens" in options else 10**9
+    nats, counts, size = [], [], 0
+    for file in sorted(Path("data/shards").glob("val_*.bin")):
+        ids = np.fromfile(file, "<u2").astype(int)[:left + 1]
+        left -= len(ids) - 1
+        for eot, part in itertools.groupby(ids[1:].tolist(), lambda i: i == 256):
+            size += 0 if eot else len(bytes(part).decode(errors="replace").encode())  # U+FFFD for what a shard's end cuts
+        for start in range(0, len(ids) - 1, 32):
+            window = ids[start:start + 33]
+            counts.append(len(window) - 1)
+            nats.append(loss_by_hand(m, window[None], 256 if "doc_mask" in flags else None))
+    total = sum(a * n for a, n in zip(nats, counts))
+    expected = {"loss": total / sum(counts), "perplexity": math.exp(total / sum(counts)), "bits_per_byte": total / math.log(2) / size}
+    assert found["results"]["validation"] == pytest.approx(expected | {"tokens": sum(counts), "bytes": size, "windows": len(counts)}, rel=1e-6)
+    assert [item["correct"] for item in found["items"]["validation"]] == pytest.approx(nats, rel=1e-5) and found["step"] == 12
+    assert len(set(counts)) > 1 and f"loss {found['results']['validation']['loss']:.6f}" in capsys.readouterr().out
+
+
+def test_eval_loss_has_the_same_bits_on_any_number_of_ranks(folder, inside):
+    run = trained("plain", "--route=baseline")
+    inline(evaluation, "loss", str(run), "--batch_tokens=100")
+    one, before = newest(run, "loss"), {file: file.read_bytes() for file in Path(run, "eval").iterdir()}
+    call("eval.py", "loss", str(run), "--batch_tokens=100", cwd=folder, ranks=2)
+    two = newest(run, "loss")
+    assert one["results"] == two["results"] and one["items"] == two["items"] and len(one["items"]["validation"]) > 50
+    assert all(file.read_bytes() == text for file, text in before.items()) and len(list(Path(run, "eval").iterdir())) == len(before) + 1
+
+
+def test_eval_in_bf16(inside):
+    run = trained("plain", "--route=baseline")
+    for dtype in ("bfloat16", "float32"):
+        inline(evaluation, "loss", str(run), "--tokens=2000", f"--dtype={dtype}")
+        loss = newest(run, "loss")["results"]["validation"]["loss"]
+        m = load_run(run)[0]
+        ids = torch.from_numpy(np.fromfile("data/small/val_000.bin", "<u2")[:2001].astype(int))
+        m.dtype, nats = getattr(torch, dtype), []
+        m.cast_parameters(m.dtype)
+        for a in range(0, 2000, 32):
+            logits = m(ids[None, a:min(a + 32, 2000)])[0].detach().double()
+            nats += F.cross_entropy(logits, ids[a + 1:a + 1 + len(logits)], reduction="none").tolist()
+        assert loss == pytest.approx(sum(nats) / 2000, rel=1e-6 if dtype == "float32" else 1e-4)  # logits and no log-probabilities are bf16
+
+
+@pytest.mark.parametrize("name, max_length", [("baseline", 12), ("lr-projected", 12), ("headwise", 100), ("mhar-delta", 12)])
+def test_eval_answers(monkeypatch, name, max_length):
+    m = build(**ROUTES[name])
+    monkeypatch.setattr(evaluation, "CHUNK", 23 * 7)
+    asks, sizes, heads = [*zip(texts(60), texts(60, 1, 10))], [], []
+    for module, log in ((m, sizes), (m.head, heads)):
+        method = "hidden" if module is m else "forward"
+        inner = getattr(module, method)
+        monkeypatch.setattr(module, method, lambda x, *more, inner=inner, log=log: (log.append(x.shape), inner(x, *more))[1])
+    scorer = evaluation.Scorer(m, SPELLING, max_length, 80)
+    answers = scorer.loglikelihood([asked(*args) for args in asks])
+    assert max(shape.numel() for shape in sizes) <= 80 and len(sizes) < 30 and max(shape[0] for shape in heads) == 7
+    lengths = set()
+    for (prompt, answer), (total, greedy) in zip(asks, answers):
+        a, b = scorer.split(prompt, answer)
+        lengths.add(len(a) + len(b) > max_length)
+        expected = naive_answer(m, a, b, max_length)
+        assert total == pytest.approx(expected[0], abs=1e-9) and greedy == expected[1]
+    assert lengths == {False, True} if max_length == 12 else {False}
+
+
+def test_eval_parts_a_prompt_from_its_answer():
+    split = evaluation.Scorer(build(), SPELLING, 10, 10).split
+    ids = lambda *pieces: [LETTERS.index(piece) for piece in pieces]
+    assert split("xy", " ab") == (ids("xy"), ids(" a", "b"))
+    assert split("xy ", "ab") == (ids("xy"), ids(" a", "b"))  # white space goes to the answer
+    assert split("", "abc") == ([22], ids("abc"))  # nothing but an end of text before it
+    assert split(" \n", "abc") == ([22], ids(" ", "\n", "abc"))
+    assert split("xa", "bd") == (ids("x"), ids("ab", "d"))  # a token over the boundary
+    for prompt, answer in zip(texts(200), texts(200, 1)):
+        a, b = split(prompt, answer)
+        assert SPELLING.decode(a + b) == prompt + answer and prompt.startswith(SPELLING.decode(a)) and (a[0] == 22) == (a == [22])
+
+
+def test_eval_long_texts_in_windows():
+    pytest.importorskip("lm_eval")
+    m, asks = build(route="mhar"), ["", "a", *texts(12, 2, 60)]
+    found = evaluation.Scorer(m, SPELLING, 8, 50).loglikelihood_rolling([asked(text) for text in asks])
+    for text, total in zip(asks, found):
+        ids, expected = SPELLING.encode(text), 0.0
+        for i in range(len(ids)):
+            end = min(8 * (i // 8 + 1), len(ids))  # of the window that token i is a target in
+            expected += naive_answer(m, ([22] + ids)[max(0, end - 8):i + 1], ids[i:i + 1], 8)[0]
+        assert total == pytest.approx(expected, abs=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hc", "mhar", "lr-projected", "mhar-delta"])
+def test_eval_generation(name):
+    """Against full forward passes. Stop strings are cut out of what the model says by itself, most of them across tokens."""
+    pytest.importorskip("lm_eval")
+    m, draw, asks, expected, reasons = build(**ROUTES[name]), random.Random(0), [], [], set()
+    for i, prompt in enumerate(texts(40, 3, 20)):
+        most, ids = 3 + i % 11, SPELLING.encode(prompt) or [22]
+        ids, out = ids[-max(16 - most, 8):], []
+        while len(out) < most and len(ids) < 16 and out[-1:] != [22]:
+            out.append(m(torch.tensor([ids]))[0, -1].argmax().item())
+            ids = ids + out[-1:]
+        text = SPELLING.decode(out)
+        stops = [text[k:k + draw.randrange(1, 4)] for k in draw.sample(range(len(text)), min(len(text), i % 3))]
+        ends = list(itertools.accumulate(len(SPELLING.decode([token])) for token in out))
+        end = min((end for end in ends if any(stop in text[:end] for stop in stops)), default=None)  # of the token that completes one
+        cut = min(text[:end].index(stop) for stop in stops if stop in text[:end]) if end else len(text)
+        reasons.add("across tokens" if end and any(cut < e < end for e in ends) else "stop" if end else "end of text" if out[-1] == 22 else "length")
+        asks.append(asked(prompt, {"until": stops, "max_gen_toks": most, "do_sample": False}))
+        expected.append(text[:cut])
+    assert evaluation.Scorer(m, SPELLING, 16, 60).generate_until(asks) == expected
+    assert {"across tokens", "stop", "length"} <= reasons
+    with pytest.raises(ValueError, match="greedy"):
+        evaluation.Scorer(m, SPELLING, 16, 60).generate_until([asked("a", {"do_sample": True, "temperature": 1.0})])
+
+
+# The harness
+
+TASK = """task: %s
+dataset_path: %s
+dataset_kwargs: {data_files: {test: %s}, cache_dir: %s}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: "{{answers}}"
+doc_to_target: right
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+@pytest.fixture
+def harness(inside, monkeypatch):
+    """A tokenizer, data and a run with it, and a task of 200 items of uneven length."""
+    pytest.importorskip("lm_eval")
+    tokenizers = pytest.importorskip("tokenizers")
+    for name in ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "HF_ALLOW_CODE_EVAL"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *args, **options: (_ for _ in ()).throw(OSError("no network")))
+    sources = sorted((Path(os.__file__).parent / "json").glob("*.py"))
+    if not Path("tasks").exists():
+        t = tokenizers.Tokenizer(tokenizers.models.BPE())
+        t.pre_tokenizer, t.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+        t.train_from_iterator([file.read_text() for file in sources], tokenizers.trainers.BpeTrainer(
+            vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        t.save("mine.json")
+        prepare.prepare(prepare.Config(dataset="text", glob=str(sources[0].parent / "*.py"), val_fraction=0.3, encoding="mine.json", out="data/bpe"))
+        Path("tasks").mkdir()
+        draw, words = random.Random(0), " ".join(file.read_text() for file in sources).split()
+        some = lambda a, b: " ".join(draw.choice(words) for _ in range(draw.randrange(a, b)))
+        items = [{"prompt": some(0, 40) + " " * (i % 2), "answers": [some(1, 9) for _ in range(4)], "right": i % 4} for i in range(200)]
+        Path("tasks/items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+        Path("tasks/mine.yaml").write_text(TASK % ("mine", "json", Path("tasks/items.jsonl").resolve(), Path("cache").resolve()))
+        Path("tasks/absent.yaml").write_text(TASK % ("absent", "nobody/nothing", "x.json", Path("cache").resolve()))
+        Path("tasks/code.yaml").write_text(TASK % ("code", "json", Path("tasks/items.jsonl").resolve(), Path("cache").resolve()) + "unsafe_code: true\n")
+    return trained("bpe", "--route=baseline", "--data=bpe", "--lr=1e-2"), [json.loads(line) for line in Path("tasks/items.jsonl").read_text().splitlines()]
+
+
+def test_eval_loss_counts_the_bytes_of_the_text(harness):
+    inline(evaluation, "loss", str(harness[0]))
+    documents = [file.read_bytes() for file in (Path(os.__file__).parent / "json").glob("*.py")]
+    digest = lambda text: int.from_bytes(hashlib.blake2b(text, digest_size=16).digest()[:8], "big") / 2**64
+    assert newest(harness[0], "loss")["results"]["validation"]["bytes"] == sum(len(text) for text in documents if digest(text) < 0.3)
+
+
+def test_eval_tasks_and_the_accuracy_by_hand(harness, capsys):
+    run, items = harness
+    inline(evaluation, "tasks", str(run), "--tasks=mine", "--include_path=tasks", "--batch_tokens=500", "--max_length=64")
+    m, encode, right, norm = load_run(run)[0].double(), prepare.encoding("tokenizer.json", "data/bpe").encode, [], []
+    m.dtype = torch.float64
+    for item in items:
+        prompt = item["prompt"].rstrip()
+        pad = item["prompt"][len(prompt):] + " "  # the harness puts a space before an answer
+        before, scores = encode(prompt), []
+        for answer in item["answers"]:
+            ids = encode(prompt + pad + answer)
+            assert ids[:len(before)] == before
+            scores.append(naive_answer(m, before or [0], ids[len(before):], 64)[0])
+        right.append(float(np.argmax(scores) == item["right"]))
+        norm.append(float(np.argmax([s / len(answer) for s, answer in zip(scores, item["answers"])]) == item["right"]))
+    found = newest(run, "mine")
+    assert found["results"]["mine"]["acc"] == pytest.approx(np.mean(right)) and found["results"]["mine"]["acc_norm"] == pytest.approx(np.mean(norm))
+    assert found["items"]["mine"] == [{"id": i, "correct": correct} for i, correct in enumerate(right)] and 0 < sum(right) < 200
+    assert f"{np.mean(right):.4f}" in capsys.readouterr().out and found["versions"]["lm_eval"] and found["num_fewshot"]["mine"] == 0
+
+
+def test_eval_agrees_with_the_harness_on_an_exported_model(harness):
+    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+    run, items = harness
+    m = load_run(run)[0]
+    c = m.config
+    exported = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=c.vocab_size, hidden_size=c.d_model, intermediate_size=c.d_mlp, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, eos_token_id=0,
+        num_key_value_heads=c.n_kv_head, head_dim=c.head_dim, rms_norm_eps=c.norm_eps, tie_word_embeddings=True, bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}))
+    names = {"norm": "model.norm", "embed": "model.embed_tokens", "head": "lm_head"}
+    for i in range(c.n_layer):
+        names |= {f"sublayers.{2 * i}.norm": f"model.layers.{i}.input_layernorm", f"sublayers.{2 * i + 1}.norm": f"model.layers.{i}.post_attention_layernorm"}
+        names |= {f"sublayers.{2 * i}.{p}": f"model.layers.{i}.self_attn.{p}_proj" for p in "qkvo"}
+        names |= {f"sublayers.{2 * i}.{p}_norm": f"model.layers.{i}.self_attn.{p}_norm" for p in "qk"}
+        names |= {f"sublayers.{2 * i + 1}.{p}": f"model.layers.{i}.mlp.{p}_proj" for p in ("gate", "up", "down")}
+    exported.load_state_dict({names[name.removesuffix(".weight")] + ".weight": p for name, p in m.state_dict().items()})
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file="data/bpe/tokenizer.json", eos_token="<|endoftext|>")
+    theirs = HFLM(pretrained=exported.eval(), tokenizer=tokenizer, max_length=64, batch_size=16, device="cpu")
+    encoding = prepare.encoding("tokenizer.json", "data/bpe")
+    ours = evaluation.Scorer(m, encoding, 64, 1000)
+    asks = [asked(item["prompt"], " " + answer) for item in items for answer in item["answers"]]
+    asks = [ask for ask in asks if len(ours.split(*ask.args)[1]) <= 64 and ask.args[0] != " "]  # which it refuses
+    assert len(asks) > 700
+    for ask, a, b in zip(asks, ours.loglikelihood(asks), theirs.loglikelihood(asks, disable_tqdm=True), strict=True):
+        assert abs(a[0] - b[0]) <= 1e-4 * len(ours.split(*ask.args)[1]) and a[1] == b[1]
+    long = [asked(item["prompt"]) for item in items[:40]]
+    for ask, a, b in zip(long, ours.loglikelihood_rolling(long), theirs.loglikelihood_rolling(long, disable_tqdm=True), strict=True):
+        assert abs(a - b) <= 1e-4 * len(encoding.encode(*ask.args))
+
+
+def test_eval_groups_are_tasks_of_the_harness():
+    tasks = pytest.importorskip("lm_eval.tasks")
+    folders = "arc hellaswag piqa winogrande openbookqa super_glue/boolq sciq wikitext lambada mmlu/default gpqa/zeroshot gsm8k benchmarks minerva_math humaneval mbpp"
+    manager = tasks.TaskManager(include_defaults=False, include_path=[Path(tasks.__file__).parent / name for name in folders.split()])
+    for group in evaluation.GROUPS.values():
+        for name, metric in group.items():
+            config = manager.task_index[name].cfg
+            metrics = str(config.get("metric_list") or config["aggregate_metric_list"]) + str(config.get("filter_list"))
+            assert all(f"'{word}'" in metrics or f".{word}'" in metrics for word in metric.replace("pass@1", "pass_at_k").split(",")), name
+    assert all(manager.task_index[name].cfg.get("unsafe_code", False) == (name in evaluation.RUN_CODE) for group in evaluation.GROUPS.values() for name in group)
+    assert [len(evaluation.GROUPS[name]) for name in ("lr", "mhar")] == [8, 3] and manager.task_index["gsm8k"].cfg["num_fewshot"] == 5
+    assert manager.task_index["minerva_math_algebra"].cfg["num_fewshot"] == 4 and manager.task_index["gpqa_main_zeroshot"].cfg["num_fewshot"] == 0
+
+
+def test_eval_runs_code_only_if_it_may(harness, capsys):
+    inline(evaluation, "tasks", "out/bpe", "--tasks=code", "--include_path=tasks", "--limit=2", "--confirm_run_unsafe_code")
+    assert os.environ["HF_ALLOW_CODE_EVAL"] == "1" and len(newest(Path("out/bpe"), "code")["items"]["code"]) == 2
+    c = evaluation.Tasks(tasks="mhar-mid")
+    assert set(evaluation.chosen(c, 0)) == set(evaluation.GROUPS["mhar-mid"]) - {"humaneval", "mbpp"} and "humaneval and mbpp" in capsys.readouterr().err
+    c.confirm_run_unsafe_code = True
+    assert evaluation.chosen(c, 0) == evaluation.GROUPS["mhar-mid"]
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("tasks out/bpe --tasks=absent --include_path=tasks", "nobody/nothing"),
+    ("tasks out/bpe --tasks=code --include_path=tasks", "--confirm_run_unsafe_code"),
+    ("tasks out/bpe --tasks=mine --include_path=nowhere", "nowhere is no folder"),
+    ("tasks out/bpe --tasks=mine --include_path=tasks --limit=0", "--limit must be 1"),
+    ("tasks out/bpe --tasks=mine --include_path=tasks --max_length=1", "--max_length must be 2"),
+    ("tasks out/bpe --tasks=mine --include_path=tasks --device=abacus", "not to be had"),
+    ("tasks out/bpe", "which tasks"),
+    ("loss out/bpe --tasks=lr", "unknown flag --tasks"),
+    ("loss out/bpe --tokens=0", "--tokens must be 1"),
+    ("loss out/bpe --batch_tokens=-1", "--batch_tokens must be 1"),
+    ("loss out/bpe --ema", "no moving average"),
+    ("loss out/bpe --checkpoint=none.pt", "has no none.pt"),
+    ("loss out/bpe out/plain", "give one run"),
+    ("loss", "give one run"),
+    ("loss out/nothing", "out/nothing is no run"),
+    ("loss out/moved", "is not the data that"),
+    ("perplexity out/bpe", "unknown command"),
+])
+def test_eval_refuses_in_one_line(harness, capsys, flags, says):
+    if not Path("out/moved").exists():
+        shutil.copytree("out/bpe", "out/moved")
+        config = json.loads(Path("out/moved/config.json").read_text())
+        Path("out/moved/config.json").write_text(json.dumps(config | {"data": config["data"] | {"sha256": ["0"]}}))
+    before = sorted(Path().glob("out/*/eval/*"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        inline(evaluation, *flags.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
+    assert sorted(Path().glob("out/*/eval/*")) == before
