@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import prepare
 from model import DEPTH_ROUTES, GPT, GPTConfig, fail, load_run, parse_flags, read_weights, wide
 
-PIECE = 1 << 21  # most numbers of a matrix that are in float64 at a time
+PIECE = 1 << 19  # most numbers of a matrix that are in float64 at a time
 
 
 @dataclass
@@ -82,8 +82,8 @@ def lowrank(run_folder, c):
     run, weights = read_weights(run_folder, c.checkpoint, c.ema)
     old = GPTConfig(**run["model"])
     weights = {name: p.to(getattr(torch, c.dtype) if p.ndim > 1 or c.dtype == "float64" else torch.float32) for name, p in weights.items()}
-    config, weights, needed = low_rank(old, weights, c.rank)
     with new_folder(c.out) as folder:
+        config, weights, needed = low_rank(old, weights, c.rank)
         write_run(folder, run | {"converted": {"from": os.path.relpath(run_folder), "rank": needed}}, config, weights)
     print(f"{c.out}: its queries span {needed} of {old.d_model} coordinates, keys take {config.r}"
           + (f" ({config.H} heads of {config.r // config.H})" if config.H > 1 else "")
@@ -203,12 +203,12 @@ def graft(hf_folder, c):
     try:
         hf = json.loads((source / "config.json").read_text())
         fields, seq = backbone(hf), min(4096, hf.get("max_position_embeddings", 4096))
-        config = GPTConfig(**fields | routing)
+        GPTConfig(**fields)
     except OSError as e:
         raise ValueError(f"cannot read {source / 'config.json'}: {e.strerror}")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{source / 'config.json'}: {f'it has no {e}' if isinstance(e, KeyError) else e}")
-    where = shards(source, safetensors)
+    config, where = GPTConfig(**fields | routing), shards(source, safetensors)
     with torch.device("meta"):
         model = GPT(config)
     shapes, wanted = model.state_dict(), names(config)
@@ -228,10 +228,10 @@ def graft(hf_folder, c):
             weights["head.weight"] = weights["embed.weight"]
             if "lm_head.weight" in where and not torch.equal(files[where["lm_head.weight"]].get_tensor("lm_head.weight"), weights["head.weight"]):
                 raise ValueError("lm_head.weight is not the embedding, though tie_word_embeddings says so")
+        eot = prepare.encoding("tokenizer.json", source).eot if (source / "tokenizer.json").exists() else None
         weights |= {f"router.{name}": p for name, p in model.stream.init(config).items()}
         with new_folder(c.out) as folder:
             copy_tokenizer(source, folder)
-            eot = prepare.encoding("tokenizer.json", folder).eot if (folder / "tokenizer.json").exists() else None
             data = {"folder": os.path.relpath(c.out), "encoding": "tokenizer.json", "vocab_size": config.vocab_size, "eot": eot}
             run = {"converted": {"from": os.path.relpath(source)}, "train": {"size": "8b", "seq": seq}, "data": data}  # MHAR's mid-training
             write_run(folder, run, config, weights)
