@@ -74,13 +74,24 @@ class Check:
     device: str | None = None  # unset: cuda if there is one, else cpu
 
 
+def read_run(folder, c):
+    """A run's config.json, GPTConfig and weights, which are sure to be that model's."""
+    run, weights = read_weights(folder, c.checkpoint, c.ema)
+    config = GPTConfig(**run["model"])
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in GPT(config).state_dict().items()}
+    wrong = [name for name in shapes | weights if name not in weights or weights[name].shape != shapes.get(name)]
+    if wrong:
+        raise ValueError(f"{Path(folder, c.checkpoint)} does not hold this run's model: missing, unknown or of another shape: {', '.join(wrong)[:200]}")
+    return run, config, weights
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # AttnRes to LR
 
 
 def lowrank(run_folder, c):
-    run, weights = read_weights(run_folder, c.checkpoint, c.ema)
-    old = GPTConfig(**run["model"])
+    run, old, weights = read_run(run_folder, c)
     weights = {name: p.to(getattr(torch, c.dtype) if p.ndim > 1 or c.dtype == "float64" else torch.float32) for name, p in weights.items()}
     with new_folder(c.out) as folder:
         config, weights, needed = low_rank(old, weights, c.rank)
@@ -278,8 +289,7 @@ def copy_tokenizer(source, folder):
 
 def export(run_folder, c):
     safetensors = need_safetensors()
-    run, weights = read_weights(run_folder, c.checkpoint, c.ema)
-    config = GPTConfig(**run["model"])
+    run, config, weights = read_run(run_folder, c)
     if config.route != "baseline" and not config.delta:
         raise ValueError(f"{run_folder} is route={config.route}, which transformers does not have; a baseline or a delta route with closed gates can be exported")
     if config.delta and (weights["router.gate"] != 0).any():

@@ -692,27 +692,24 @@ def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False, dtype=torch.
     run, weights = read_weights(folder, checkpoint, ema)
     kernel = "torch" if run["model"].get("kernel") == "torch" else "auto"  # this may be another machine
     model = GPT(GPTConfig(**run["model"] | {"kernel": kernel}), dtype).to(torch.promote_types(dtype, torch.float32))
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:
+        raise ValueError(f"{Path(folder, checkpoint)} does not hold this run's model: {' '.join(str(e).split())[:200]}")
     return model.to(device).eval(), run
 
 
 def read_weights(folder, checkpoint="ckpt.pt", ema=False):
-    """A run's config.json as a dict and its weights {name: tensor}. The file is mapped: a tensor takes memory when it is used, and what is
-    written into one stays in memory. Raises ValueError with one line if there are none or they are another model's."""
+    """A run's config.json as a dict and its weights {name: tensor}, as they were stored. The file is mapped: a tensor takes memory when it is
+    used, and what is written into one stays in memory. Raises ValueError with one line if there are none."""
     run, file = read_config(folder), Path(folder, checkpoint)
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**run["model"]))
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         if ema and not state["ema"]:
             raise ValueError("it has no moving average of the weights")
         weights = state["model"] | (state["ema"] if ema else {})
-        if model.config.tied:  # the average has it once
+        if GPTConfig(**run["model"]).tied:  # the average has it once
             weights["head.weight"] = weights["embed.weight"]
-        shapes = {name: p.shape for name, p in model.state_dict().items()}
-        wrong = [name for name in shapes | weights if name not in weights or weights[name].shape != shapes.get(name)]
-        if wrong:
-            raise ValueError(f"missing, unknown or of another shape: {', '.join(wrong)}")
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {checkpoint} yet")
     except Exception as e:  # torch.load raises nearly everything
