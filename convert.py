@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 import prepare
-from model import DEPTH_ROUTES, GPT, GPTConfig, fail, load_run, parse_flags, read_weights, wide
+from model import DEPTH_ROUTES, GPT, GPTConfig, fail, load_run, parse_flags, read_weights
 
 PIECE = 1 << 19  # most numbers of a matrix that are in float64 at a time
 
@@ -92,7 +92,9 @@ def read_run(folder, c):
 
 def lowrank(run_folder, c):
     run, old, weights = read_run(run_folder, c)
-    weights = {name: p.to(getattr(torch, c.dtype) if p.ndim > 1 or c.dtype == "float64" else torch.float32) for name, p in weights.items()}
+    matrices = getattr(torch, c.dtype)
+    others = torch.promote_types(matrices, torch.float32)  # as in training
+    weights = {name: p.to(others if p.ndim < 2 or name.startswith("router.") else matrices) for name, p in weights.items()}
     with new_folder(c.out) as folder:
         config, weights, needed = low_rank(old, weights, c.rank)
         write_run(folder, run | {"converted": {"from": os.path.relpath(run_folder), "rank": needed}}, config, weights)
@@ -115,7 +117,7 @@ def low_rank(c, weights, rank=0):
         raise ValueError(f"route={c.route} has no queries over depth: there is nothing to convert")
     if c.headwise or c.keys == "projected":
         raise ValueError(f"{'headwise reads' if c.headwise else 'keys=projected'} do not take their keys from the slice that a head mixes: they have no low-rank form")
-    if c.norm == "slice" and c.r < c.d_model or c.norm == "slice" and c.H > 1:
+    if c.norm == "slice" and (c.H > 1 or c.r < c.d_model):
         raise ValueError("key_norm=slice normalizes by the key's coordinates alone, so that fewer of them give other weights; key_norm=full can be converted")
     H, width = c.H, c.d_model // c.H
     query = weights["router.query"].double()
@@ -128,7 +130,8 @@ def low_rank(c, weights, rank=0):
         rank = H * min(-(-needed // 16) * 16, width)
     if rank < H * needed:
         raise ValueError(f"rank={rank} is too small: these queries span {needed} coordinates{' in a head' if H > 1 else ''}, so it takes {H * needed}")
-    new = dict(route="lr" if H == 1 else "mhar", rank=rank, key_norm="full", key_gain="off")
+    new = dict(route="lr", heads=None) if H == 1 else dict(route="mhar")
+    new |= dict(rank=rank, key_norm="full", key_gain="off")
     R = basis.mT.flip(-1)  # [H, d/H, d/H]; the queries' span is in the last columns
 
     def turn(matrix, gain=None):
@@ -193,16 +196,17 @@ def backbone(hf):
     rope = {"rope_theta": hf.get("rope_theta", 1e4), "rope_type": rope.get("type", "default")} | rope
     for name, value, fits in [("hidden_act", hf.get("hidden_act", "silu"), ("silu", "swish")), ("rope_type", rope["rope_type"], ("default", "llama3")),
                               ("layer_types", set(hf.get("layer_types") or ()) - {"full_attention"}, (set(),)),
+                              ("rope_parameters by layer type", any(isinstance(value, dict) for value in rope.values()), (False,)),
                               ("partial_rotary_factor", rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1)), (1,)),
                               *((flag, hf.get(flag), (None, False)) for flag in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"))]:
         if value not in fits:
             raise ValueError(f"{name} = {value} is not what model.py computes")
-    hf = {"tie_word_embeddings": False, "num_key_value_heads": hf["num_attention_heads"]} | hf
-    if hf.get("head_dim") is None:
-        hf["head_dim"] = 128 if ARCHITECTURES[kind] else hf["hidden_size"] // hf["num_attention_heads"]
+    head_dim = 128 if ARCHITECTURES[kind] else hf["hidden_size"] // hf["num_attention_heads"]
+    defaults = {"tie_word_embeddings": False, "num_key_value_heads": hf["num_attention_heads"], "head_dim": head_dim}
+    hf = hf | {name: value for name, value in defaults.items() if hf.get(name) is None}
     scaling = ",".join(str(rope[name]) for name in SCALING) if rope["rope_type"] == "llama3" else ""
-    return {ours: hf[theirs] for ours, theirs in FIELDS.items()} | {
-        "qk_norm": ARCHITECTURES[kind], "norm_gain": True, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    return {ours: {"tied": bool, "norm_eps": float}.get(ours, int)(hf[theirs]) for ours, theirs in FIELDS.items()} | {
+        "qk_norm": ARCHITECTURES[kind], "rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
 
 
 def graft(hf_folder, c):
@@ -292,9 +296,8 @@ def export(run_folder, c):
     run, config, weights = read_run(run_folder, c)
     if config.route != "baseline" and not config.delta:
         raise ValueError(f"{run_folder} is route={config.route}, which transformers does not have; a baseline or a delta route with closed gates can be exported")
-    if config.delta and (weights["router.gate"] != 0).any():
-        opened = (weights["router.gate"] != 0).sum()
-        raise ValueError(f"{opened} of the {config.M + 1} gates of {run_folder} are open: what they add has no place in a Llama or Qwen3 model")
+    if config.delta and weights["router.gate"].any():
+        raise ValueError(f"{weights['router.gate'].count_nonzero()} of the {config.M + 1} gates of {run_folder} are open: what they add has no place in a Llama or Qwen3 model")
     kind = next(name for name, qk_norm in ARCHITECTURES.items() if qk_norm == config.qk_norm)
     widths = {"q_norm": config.head_dim, "k_norm": config.head_dim}
     tensors = {}
@@ -341,12 +344,12 @@ def check(a, b, c):
         ids = torch.from_numpy(data.window(i * data.n_windows // n)).to(device)
         x, y = ids[None, :-1], ids[1:]
         docs = (x == data.meta["eot"]).cumsum(1) if run["train"].get("doc_mask") else None
-        logits = [model(x, docs=docs)[0].to(dtype if device == "mps" else torch.float64) for model in (first, second)]
+        logits = [model(x, docs=docs)[0].cpu().double() for model in (first, second)]
         difference = (logits[0] - logits[1]).abs()
         largest, size = max(largest, difference.max().item()), max(size, logits[0].abs().max().item())
         total += difference.mean().item() / n
         same += (logits[0].argmax(-1) == logits[1].argmax(-1)).sum().item()
-        losses = [loss + F.cross_entropy(l, y).item() / n for loss, l in zip(losses, logits)]
+        losses = [loss + F.cross_entropy(l, y.cpu()).item() / n for loss, l in zip(losses, logits)]
     print(f"{n * seq:,} tokens of {folder} in {c.dtype}\nlogits: largest difference {largest:.3g}, mean {total:.3g}, of logits up to {size:.3g}; "
           f"the likeliest token is the same at {same:,} of {n * seq:,}\ncross-entropy: {losses[0]:.8f}, {losses[1]:.8f}, difference {losses[1] - losses[0]:.3g}")
 
