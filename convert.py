@@ -210,7 +210,6 @@ def backbone(hf):
 
 
 def graft(hf_folder, c):
-    safetensors = need_safetensors()
     source = Path(hf_folder)
     routing = {name: value for name, value in dataclasses.asdict(c).items() if name != "out"}
     if c.route in DEPTH_ROUTES and not c.delta:
@@ -223,7 +222,7 @@ def graft(hf_folder, c):
         raise ValueError(f"cannot read {source / 'config.json'}: {e.strerror}")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{source / 'config.json'}: {f'it has no {e}' if isinstance(e, KeyError) else e}")
-    config, where = GPTConfig(**fields | routing), shards(source, safetensors)
+    config, where = GPTConfig(**fields | routing), shards(source)
     with torch.device("meta"):
         model = GPT(config)
     shapes, wanted = model.state_dict(), names(config)
@@ -232,7 +231,7 @@ def graft(hf_folder, c):
     if extra or missing:
         raise ValueError(f"{source} " + (f"lacks {min(missing)}" if missing else f"has {min(extra)}, which model.py has no place for"))
     with ExitStack() as stack:
-        files = {file: stack.enter_context(opened(source / file, safetensors)) for file in sorted(set(where.values()))}
+        files = {file: stack.enter_context(opened(source / file)) for file in sorted(set(where.values()))}
         weights = {ours: files[where[theirs]].get_tensor(theirs) for ours, theirs in wanted.items()}  # mapped, not read
         for name, p in weights.items():
             if p.shape != shapes[name].shape:
@@ -254,7 +253,7 @@ def graft(hf_folder, c):
           + ("" if eot is not None else f"; {source} has no tokenizer.json, without which sample.py cannot read or write text"))
 
 
-def shards(folder, safetensors):
+def shards(folder):
     """{a tensor's name: its file in the folder}. Raises ValueError if there are no safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -266,11 +265,12 @@ def shards(folder, safetensors):
     if not (folder / "model.safetensors").exists():
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         raise ValueError(f"{folder} has no model.safetensors" + (f"; {pickles[0]} is a pickle, which can run code and is not opened" if pickles else ""))
-    with opened(folder / "model.safetensors", safetensors) as file:
+    with opened(folder / "model.safetensors") as file:
         return dict.fromkeys(file.keys(), "model.safetensors")
 
 
-def opened(file, safetensors):
+def opened(file):
+    safetensors = need_safetensors()
     try:
         return safetensors.safe_open(file, framework="pt")
     except (OSError, safetensors.SafetensorError) as e:
@@ -292,7 +292,6 @@ def copy_tokenizer(source, folder):
 
 
 def export(run_folder, c):
-    safetensors = need_safetensors()
     run, config, weights = read_run(run_folder, c)
     if config.route != "baseline" and not config.delta:
         raise ValueError(f"{run_folder} is route={config.route}, which transformers does not have; a baseline or a delta route with closed gates can be exported")
@@ -303,20 +302,21 @@ def export(run_folder, c):
     tensors = {}
     for ours, theirs in names(config).items():  # norms without a gain have a gain of one there
         tensors[theirs] = weights[ours] if ours in weights else torch.ones(widths.get(ours.split(".")[-2], config.d_model))
-    scaling = dict(zip(SCALING, map(float, config.rope_scaling.split(",")))) | {"rope_type": "llama3"} if config.rope_scaling else None
-    if scaling:
-        scaling["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
-    longest = int(scaling["factor"] * scaling["original_max_position_embeddings"]) if scaling else run["train"]["seq"]
+    scaling, longest = None, run["train"]["seq"]
+    if config.rope_scaling:
+        *factors, original = map(float, config.rope_scaling.split(","))
+        scaling = dict(zip(SCALING, (*factors, int(original)))) | {"rope_type": "llama3"}
+        longest = max(longest, int(factors[0] * original))
     hf = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | {
         "architectures": [kind], "model_type": kind.removesuffix("ForCausalLM").lower(), "hidden_act": "silu", "attention_bias": False,
-        "rope_theta": config.rope_theta, "rope_scaling": scaling, "max_position_embeddings": max(longest, run["train"]["seq"]),
+        "rope_theta": config.rope_theta, "rope_scaling": scaling, "max_position_embeddings": longest,
         "torch_dtype": str(functools.reduce(torch.promote_types, {p.dtype for p in tensors.values()})).removeprefix("torch."),
         "bos_token_id": run["data"].get("eot"), "eos_token_id": run["data"].get("eot")}
     with new_folder(c.out) as folder:
         if str(run["data"].get("encoding")).endswith(".json"):
             copy_tokenizer(Path(run["data"]["folder"]), folder)
         (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
-        safetensors.torch.save_file({name: p.contiguous() for name, p in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+        need_safetensors().torch.save_file({name: p.contiguous() for name, p in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     print(f"{c.out}: {kind}, {sum(p.numel() for p in tensors.values()):,} parameters in {hf['torch_dtype']}")
 
 
