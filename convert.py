@@ -14,7 +14,8 @@ and the queries' gains into the queries. With H heads each turns its own slice o
 graft: config.json and safetensors become a run with the same logits: a baseline, hyper-connections at their start, or delta routing with
 closed gates. export: the reverse, for a baseline or closed gates.
 
-Folders are written whole or not at all, and nothing is overwritten. Tensors go from file to file one by one.
+Folders are written whole or not at all, and nothing is overwritten. Files are mapped and tensors changed in place, so that memory holds the
+weights about once. A converted run has no optimizer state: train.py goes on with --init_from, not with --resume.
 """
 import dataclasses
 import functools
@@ -375,7 +376,7 @@ def new_folder(out):
 
 
 def write_run(folder, run, config, weights):
-    """config.json and ckpt.pt. The optimizer's state is left behind: train.py goes on with --init_from."""
+    """config.json and ckpt.pt, without an optimizer's state."""
     with torch.device("meta"):
         count = GPT(config).num_params()
     run = run | {"model": dataclasses.asdict(config), "parameters": count, "flops_per_token": config.flops(run["train"]["seq"])}
