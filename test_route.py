@@ -2561,7 +2561,9 @@ def test_grafts_compute_what_transformers_compute(inside, capsys, name):
         back, originals = kind.from_pretrained(f"hf/{name}-{len(found)}", dtype="auto"), kind.from_pretrained(f"hf/{name}", dtype="auto").state_dict()
         assert back.state_dict().keys() == originals.keys() and (Path(f"hf/{name}-{len(found)}") / "tokenizer.json").exists()
         assert all(p.dtype == originals[n].dtype and torch.equal(p, originals[n]) for n, p in back.state_dict().items())
-        assert back.config.max_position_embeddings == config["max_position_embeddings"]
+        with torch.no_grad():
+            exported = kind.from_pretrained(f"hf/{name}-{len(found)}", dtype=torch.float32).eval()(x).logits
+        assert torch.equal(exported, expected) and back.config.max_position_embeddings == config["max_position_embeddings"]
     if name == "llama-scaled":  # as transformers 4 wrote it
         rope = config.pop("rope_parameters")
         old = config | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
