@@ -740,25 +740,35 @@ class GPT(nn.Module):
         return {"total": backbone + routing, "non_embedding": backbone + routing - embedding, "routing": routing}
 
 
-def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False):
-    """A run's model, ready to use, and its config.json as a dict, with the checkpoint's step; ema: with the moving average of its
-    weights. Raises ValueError with one line if there is none."""
-    run, file = read_config(folder), Path(folder, checkpoint)
+def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False, dtype=torch.float32):
+    """A run's model, ready to use, and its config.json as a dict, with the checkpoint's step; ema: with the moving average of its weights;
+    dtype: of activations, and with float64 of the parameters too. Raises ValueError with one line if there is none."""
+    run, weights = read_weights(folder, checkpoint, ema)
     kernel = "torch" if run["model"].get("kernel") == "torch" else "auto"  # this may be another machine
-    model = GPT(GPTConfig(**run["model"] | {"kernel": kernel}))
+    model = GPT(GPTConfig(**run["model"] | {"kernel": kernel}), dtype).to(torch.promote_types(dtype, torch.float32))
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        model.load_state_dict(state["model"])
-        if ema:
-            if not state["ema"]:
-                raise ValueError("it has no moving average of the weights")
-            for name, p in model.named_parameters():
-                p.data.copy_(state["ema"][name])
+        model.load_state_dict(weights)
+    except RuntimeError as e:
+        raise ValueError(f"{Path(folder, checkpoint)} does not hold this run's model: {' '.join(str(e).split())[:200]}")
+    return model.to(device).eval(), run
+
+
+def read_weights(folder, checkpoint="ckpt.pt", ema=False):
+    """A run's config.json as a dict, with the checkpoint's step, and its weights {name: tensor}, as they were stored. The file is mapped: a tensor takes memory when it is
+    used, and what is written into one stays in memory. Raises ValueError with one line if there are none."""
+    run, file = read_config(folder), Path(folder, checkpoint)
+    try:
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        if ema and not state["ema"]:
+            raise ValueError("it has no moving average of the weights")
+        weights = state["model"] | (state["ema"] if ema else {})
+        if GPTConfig(**run["model"]).tied:  # the average has it once
+            weights["head.weight"] = weights["embed.weight"]
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {checkpoint} yet")
     except Exception as e:  # torch.load raises nearly everything
         raise ValueError(f"{file} does not hold this run's model: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
-    return model.to(device).eval(), run | {"step": state.get("step")}
+    return run | {"step": state.get("step")}, weights
 
 
 def read_config(folder):

@@ -36,6 +36,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernel.py then runs on CPU tensors
 
 import bench
+import convert
 import eval as evaluation
 import model
 import prepare
@@ -3201,3 +3202,291 @@ def test_eval_refuses_in_one_line(harness, capsys, flags, says):
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
     assert sorted(Path().glob("out/*/eval/*")) == before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Conversions: low rank against the reference above, grafts against transformers' own models
+
+LOWRANK = {  # the original, and the rank of its queries in each head where that is made smaller
+    "attnres": (dict(route="attnres"), None),
+    "attnres-blocks": (dict(route="attnres", blocks=4, key_gain="off", tied=False), None),
+    "attnres-wide": (dict(route="attnres", d_model=40, n_layer=2), 3),
+    "attnres-no-gain": (dict(route="attnres", norm_gain=False), 2),
+    "attnres-delta": (dict(route="attnres", delta=True, blocks=2), None),
+    "lr-whole": (dict(route="lr", rank=16, qk_norm=False), 4),
+    "lr-full": (dict(route="lr", rank=9, key_norm="full", key_gain="on"), 5),
+    "one-layer": (dict(route="attnres", n_layer=1, d_model=7), None),
+    "mhar": (dict(route="mhar"), None),
+    "mhar-one-head": (dict(route="mhar", heads=1), None),
+    "mhar-rank": (dict(route="mhar", heads=4, rank=12, blocks=3), 2),
+    "mhar-delta": (dict(route="mhar", heads=2, delta=True), 3),
+    "mhar-odd": (dict(route="mhar", heads=3, d_model=21, n_layer=2, tied=False), None),
+}
+
+
+@pytest.mark.parametrize("name", LOWRANK)
+def test_low_rank_has_the_outputs_of_the_original(name):
+    flags, span = LOWRANK[name]
+    m = build(**flags)
+    c, router = m.config, m.router
+    if span:
+        query = torch.randn(c.M + 1, span, dtype=torch.float64) @ torch.randn(c.H, span, c.r // c.H, dtype=torch.float64)
+        router["query"].data = query.transpose(0, 1) / (router["gain"].data if c.gain else 1)
+    idx = tokens()[0]
+    before = naive_gpt(c, m.state_dict(), idx)
+    query = (router["query"] * (router["gain"] if c.gain else 1))[1:].detach().numpy()
+    ranks = [np.linalg.matrix_rank(query[:, h]) for h in range(c.H)]
+    assert max(ranks) == (span or min(c.M, c.r // c.H))
+    least, width = c.H * max(ranks), c.d_model // c.H
+    for rank in (0, least, c.d_model):
+        new, weights, needed = convert.low_rank(c, {n: p.clone() for n, p in m.state_dict().items()}, rank)
+        assert needed == least and new.r == (rank or c.H * min(width, 16 * math.ceil(max(ranks) / 16)))
+        assert (new.route, new.H, new.norm, new.gain) == ("lr" if c.H == 1 else "mhar", c.H, "full", False)
+        assert (new.N, new.delta, new.norm_gain, new.tied) == (c.N, c.delta, c.norm_gain, c.tied and not c.norm_gain)
+        after = naive_gpt(new, weights, idx)
+        assert np.abs(after - before).max() < 1e-11 and (after.argmax(-1) == before.argmax(-1)).all()
+        GPT(new).load_state_dict(weights)
+    if max(ranks) > 1:
+        with pytest.raises(ValueError, match=f"{max(ranks)} coordinates.*takes {least}"):
+            convert.low_rank(c, m.state_dict(), least - c.H)
+
+
+@pytest.mark.parametrize("name", ["baseline", "hc", "lr", "lr-projected", "mhar-slice", "headwise"])
+def test_what_has_no_low_rank_form_is_refused(name):
+    m = build(**ROUTES[name])
+    with pytest.raises(ValueError, match="nothing to convert|no low-rank form|key_norm=slice normalizes"):
+        convert.low_rank(m.config, m.state_dict())
+
+
+def store(run, m, **more):
+    """A run's folder with that model in it."""
+    run.mkdir(parents=True)
+    config = {"model": vars(m.config), "train": {"size": "nano", "seq": 32}, "data": {"folder": "data/small", "encoding": "bytes", "eot": 256}}
+    (run / "config.json").write_text(json.dumps(config))
+    torch.save({"model": m.state_dict(), "ema": None, "step": 9} | more, run / "ckpt.pt")
+
+
+def logits_of(run, dtype=torch.float64):
+    """Its config and logits at 64 windows of data/small."""
+    m, config = load_run(run, dtype=dtype)
+    with torch.no_grad():
+        return m.config, m(torch.from_numpy(validation_rows("small", 64, seq=32))[:, :-1])
+
+
+def test_a_converted_run_can_be_sampled_and_trained(inside, capsys):
+    inline(train, *TINY, "--data=small", "--route=attnres", "--lr=1e-2", "--ema=0.5", "--out=out/exact")
+    source = Path("out/exact/ckpt.pt").read_bytes()
+    old, before = logits_of("out/exact")
+    for dtype, tolerance in {"float64": 1e-11, "float32": 1e-5, "bfloat16": 0.3}.items():
+        run = f"out/exact-{dtype}"
+        inline(convert, "lowrank", "out/exact", f"--out={run}", f"--dtype={dtype}", "--rank=4")
+        assert "span 4 of 32 coordinates, keys take 4; the head is no longer tied" in capsys.readouterr().out
+        new, after = logits_of(run)
+        assert (new.route, new.rank, old.tied, new.tied) == ("lr", 4, True, False) and (after - before).abs().max() < tolerance
+        state = torch.load(f"{run}/ckpt.pt", weights_only=True)["model"]
+        assert {str(p.dtype).removeprefix("torch.") for p in state.values() if p.ndim == 2} == {dtype} and state["router.query"].itemsize >= 4
+        assert sorted(p.name for p in Path(run).iterdir()) == ["ckpt.pt", "config.json"] and Path("out/exact/ckpt.pt").read_bytes() == source
+    inline(convert, "lowrank", "out/exact", "--out=out/exact-ema", "--dtype=float64", "--ema")
+    averaged, _ = load_run("out/exact", ema=True, dtype=torch.float64)
+    x = torch.from_numpy(validation_rows("small", 64, seq=32))[:, :-1]
+    assert (averaged(x) - logits_of("out/exact-ema")[1]).abs().max() < 1e-11 < (averaged(x) - before).abs().max()
+    inline(sample, "--out=out/exact-float32", "--tokens=5")
+    inline(train, "--init_from=out/exact-float32", *TINY[5:], "--data=small", "--lr=1e-3", "--out=out/onward")
+    ends = [entries(Path(run))[i] for run, i in (("out/exact", -1), ("out/onward", 0), ("out/onward", -1))]
+    assert ends[1]["loss"] < ends[0]["loss"] + 0.5 and ends[2]["val_loss"] < ends[0]["val_loss"] and load_run("out/onward")[0].config.rank == 4
+
+
+def test_check_measures_differences(inside, capsys):
+    a, b = (build(seed, torch.float32, 0.1, vocab_size=257) for seed in (0, 1))
+    store(Path("out/check-a"), a), store(Path("out/check-b"), b)
+    inline(convert, "check", "out/check-a", "out/check-b", "--dtype=float64", "--tokens=320")
+    out = capsys.readouterr().out
+    rows = torch.from_numpy(validation_rows("small", 10, seq=32))
+    x, y = rows[:, :-1], rows[:, 1:]
+    with torch.no_grad():
+        a, b = a.double(), b.double()
+        a.dtype = b.dtype = torch.float64
+        first, second = a(x), b(x)
+    losses = [-l.log_softmax(-1).gather(-1, y[..., None]).mean().item() for l in (first, second)]
+    difference, same = (first - second).abs(), (first.argmax(-1) == second.argmax(-1)).sum()
+    assert f"320 tokens of data/small in float64\nlogits: largest difference {difference.max():.3g}, mean {difference.mean():.3g}" in out, out
+    assert f"{same} of 320" in out and f"cross-entropy: {losses[0]:.8f}, {losses[1]:.8f}, difference {losses[1] - losses[0]:.3g}" in out, out
+    inline(convert, "check", "out/check-a", "out/check-a")
+    assert "largest difference 0, mean 0," in capsys.readouterr().out
+
+
+HF = dict(vocab_size=261, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e3, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+GRAFTS = {  # class in transformers, its config beyond HF, largest shard, dtype
+    "llama-scaled": ("Llama", dict(rms_norm_eps=1e-3, rope_parameters=LLAMA3, tie_word_embeddings=False), "20KB", "float32"),
+    "llama-tied": ("Llama", dict(head_dim=10, tie_word_embeddings=True), "5GB", "float32"),
+    "qwen-tied": ("Qwen3", dict(head_dim=8, tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)), "20KB", "float32"),
+    "qwen-untied": ("Qwen3", dict(head_dim=32, tie_word_embeddings=False, rms_norm_eps=1e-2), "5GB", "bfloat16"),
+}
+
+
+def hugging_face(folder, name):
+    """A folder of transformers with random weights in it -> its class."""
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    kind, flags, shard, dtype = GRAFTS[name]
+    torch.manual_seed(0)
+    kind, config = getattr(transformers, kind + "ForCausalLM"), getattr(transformers, kind + "Config")(**HF | flags)
+    net = kind(config).eval()
+    for p in net.parameters():
+        p.data += 0.2 * torch.randn_like(p)
+    net = net.to(getattr(torch, dtype))
+    net.save_pretrained(folder, max_shard_size=shard)
+    vocabulary = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, 261)}
+    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w1"}, "added_tokens": [], "normalizer": None,
+                 "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None, "truncation": None, "padding": None}
+    (Path(folder) / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return kind
+
+
+@pytest.mark.parametrize("name", GRAFTS)
+def test_grafts_compute_what_transformers_compute(inside, capsys, name):
+    kind = hugging_face(f"hf/{name}", name)
+    config = json.loads(Path(f"hf/{name}/config.json").read_text())
+    x = torch.randint(261, (2, 100), generator=torch.Generator().manual_seed(0))
+    found = {}
+    with torch.no_grad():
+        expected = kind.from_pretrained(f"hf/{name}", dtype=torch.float32).eval()(x).logits
+    for route_flags in ("--route=baseline", "--route=hc", "--route=mhar --delta --blocks=4", "--route=lr --delta --rank=5"):
+        run = f"out/{name}-{len(found)}"
+        inline(convert, "graft", f"hf/{name}", f"--out={run}", *route_flags.split())
+        m, saved = load_run(run)
+        with torch.no_grad():
+            found[run] = m(x)
+        assert torch.equal(found[run], found[f"out/{name}-0"]) and (found[run] - expected).abs().max() < 2e-5
+        for key in ("gate", "query", "null"):
+            assert key not in m.router or not m.router[key].any()
+        assert prepare.encoding(saved["data"]["encoding"], saved["data"]["folder"]).encode("w5 w7") == [5, 7]
+        if "hc" in route_flags:
+            continue
+        inline(convert, "export", run, f"--out=hf/{name}-{len(found)}")
+        back, originals = kind.from_pretrained(f"hf/{name}-{len(found)}", dtype="auto"), kind.from_pretrained(f"hf/{name}", dtype="auto").state_dict()
+        assert back.state_dict().keys() == originals.keys() and (Path(f"hf/{name}-{len(found)}") / "tokenizer.json").exists()
+        assert all(p.dtype == originals[n].dtype and torch.equal(p, originals[n]) for n, p in back.state_dict().items())
+        with torch.no_grad():
+            exported = kind.from_pretrained(f"hf/{name}-{len(found)}", dtype=torch.float32).eval()(x).logits
+        assert torch.equal(exported, expected) and back.config.max_position_embeddings == config["max_position_embeddings"]
+    if name == "llama-scaled":  # as transformers 4 wrote it
+        rope = config.pop("rope_parameters")
+        old = config | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+        Path(f"hf/{name}/config.json").write_text(json.dumps(old))
+        inline(convert, "graft", f"hf/{name}", "--out=out/older", "--route=baseline")
+        assert torch.equal(load_run("out/older")[0](x), found[f"out/{name}-0"])
+
+
+def test_a_graft_opens_its_gates(inside, capsys):
+    hugging_face("hf/gates", "qwen-tied")
+    flags = [*TINY[5:], "--data=small", "--lr=1e-3", "--warmup=1", "--steps=8", "--ema=0"]
+    for name, route_flags in {"closed": ["--route=baseline"], "open": ["--delta", "--blocks=3"]}.items():
+        inline(convert, "graft", "hf/gates", f"--out=out/gates-{name}", *route_flags)
+        inline(train, f"--init_from=out/gates-{name}", *flags, f"--out=out/trained-{name}")
+    logs = {name: list(losses(Path(f"out/trained-{name}")).values()) for name in ("closed", "open")}
+    assert logs["open"][0] == logs["closed"][0] and max(b - a for a, b in zip(logs["closed"], logs["open"])) < 0.1
+    gates = load_run("out/trained-open")[0].router["gate"]
+    assert (gates != 0).all()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        inline(convert, "export", "out/trained-open", "--out=hf/open")
+    assert re.fullmatch(r"error: 7 of the 7 gates of out/trained-open are open: .*\n", capsys.readouterr().err) and not Path("hf/open").exists()
+
+
+@pytest.mark.parametrize("damage, says", [
+    (lambda c, f: c.update(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
+    (lambda c, f: c.pop("hidden_size"), "has no 'hidden_size'"),
+    (lambda c, f: c.update(hidden_size="wide"), "config.json"),
+    (lambda c, f: c.update(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer type"),
+    (lambda c, f: c.update(intermediate_size=48), "gate_proj.weight is [40, 24], by config.json it should be [48, 24]"),
+    (lambda c, f: c.update(num_hidden_layers=4), "lacks model.layers.3.input_layernorm.weight"),
+    (lambda c, f: c.update(num_hidden_layers=2), "has model.layers.2.input_layernorm.weight, which"),
+    (lambda c, f: c.update(attention_bias=True), "attention_bias = True"),
+    (lambda c, f: c.update(hidden_act="gelu"), "hidden_act = gelu"),
+    (lambda c, f: c.update(quantization_config={"bits": 4}), "quantization_config"),
+    (lambda c, f: c.update(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), "rope_type = yarn"),
+    (lambda c, f: c.update(tie_word_embeddings=False), "lacks lm_head.weight"),
+    (lambda c, f: (f / "tokenizer.json").write_text("{"), "cannot read the tokenizer"),
+    (lambda c, f: torch.save({}, f / "model.safetensors"), "no whole safetensors file"),
+    (lambda c, f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin is a pickle"),
+    (lambda c, f: (f / "model.safetensors").unlink(), "no model.safetensors"),
+    (lambda c, f: os.truncate(f / "model.safetensors", 9000), "no whole safetensors file"),
+    (lambda c, f: (f / "model.safetensors.index.json").write_text('{"weight_map": [1]}'), "index.json is damaged"),
+    (lambda c, f: (f / "model.safetensors.index.json").write_text('{"weight_map": {}}'), "lacks"),
+])
+def test_a_wrong_folder_is_one_line(inside, capsys, damage, says):
+    pytest.importorskip("safetensors")
+    if not Path("hf/whole").exists():
+        hugging_face("hf/whole", "llama-tied")
+    folder = Path("hf/damaged")
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree("hf/whole", folder)
+    config = json.loads((folder / "config.json").read_text())
+    damage(config, folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    before = sorted(inside.rglob("*"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        inline(convert, "graft", str(folder), "--out=out/damaged", "--delta")
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
+    assert sorted(inside.rglob("*")) == before
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("strange", "unknown command"), ("lowrank", "takes RUN and flags"), ("lowrank out/base out/base --out=out/x", "takes RUN"),
+    ("lowrank out/nothing --out=out/x", "is no run"), ("lowrank out/base --out=out/x", "nothing to convert"), ("lowrank out/routed", "--out=FOLDER is missing"),
+    ("lowrank out/routed --out=out/base", "exists"), ("lowrank out/routed --out=out/x --rank=1", "takes 12"), ("lowrank out/routed --out=out/x --rank=13", "multiple"),
+    ("lowrank out/routed --out=out/x --rank=18", "from 1 to"), ("lowrank out/routed --out=out/x --ema", "no moving average"),
+    ("lowrank out/routed --out=out/x --checkpoint=best.pt", "has no best.pt"), ("lowrank out/stranger --out=out/x", "missing, unknown or of another shape: router.gain, router.query"),
+    ("graft out --out=out/x --delta", "config.json"), ("graft out --out=out/x", "give --delta"), ("export out/routed --out=out/x", "route=mhar"),
+    ("check out/base", "RUN OTHER_RUN"), ("check out/base out/small-vocabulary", "vocabularies"), ("check out/base out/base --tokens=0", "positive"),
+    ("check out/base out/base --data=nowhere", "no data at nowhere"), ("check out/base out/base --dtype=int8", "choose from"),
+])
+def test_wrong_conversions_are_one_line(inside, capsys, flags, says):
+    if not Path("out/routed").exists():
+        for name, more in {"base": dict(route="baseline"), "routed": dict(route="mhar"), "small-vocabulary": dict(route="baseline", vocab_size=11)}.items():
+            store(Path("out", name), build(dtype=torch.float32, **dict(vocab_size=257) | more))
+        shutil.copytree("out/base", "out/stranger")
+        shutil.copy("out/routed/config.json", "out/stranger")
+    before = sorted(inside.rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        inline(convert, *flags.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
+    assert sorted(inside.rglob("*")) == before
+
+
+MEMORY = """if True:
+    import json, os, re, sys, torch, convert
+    from pathlib import Path
+    import safetensors.torch
+    if sys.argv[1:]:
+        c = convert.GPTConfig(d_model=256, d_mlp=1024, vocab_size=40_000, route="attnres", tied=False)
+        for c in (c, convert.dataclasses.replace(c, route="baseline")):
+            folder = Path(c.route)
+            folder.mkdir()
+            torch.save({"model": convert.GPT(c).state_dict()}, folder / "ckpt.pt")
+            (folder / "config.json").write_text(json.dumps({"model": vars(c), "train": {"size": "nano", "seq": 32}, "data": {"folder": "."}}))
+    else:
+        peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # ru_maxrss would be the parent's too
+        with torch.device("meta"):
+            convert.GPT(convert.GPTConfig())  # loads more of torch
+        before = peak()
+        for command in ("lowrank attnres --out=low", "export baseline --out=hf", "graft hf --out=graft --delta"):
+            sys.argv = ["convert.py", *command.split()]
+            convert.main()
+            print((peak() - before) / os.path.getsize("baseline/ckpt.pt"))"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much")
+def test_conversions_need_little_memory(tmp_path):
+    """The peak of the resident set over the checkpoint's size, imports left out."""
+    pytest.importorskip("safetensors")
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    for argument in (["make"], []):
+        done = subprocess.run([sys.executable, "-c", MEMORY, *argument], cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+    growth = [float(line) for line in done.stdout.splitlines()[1::2]]
+    assert len(growth) == 3 and 0.9 < growth[0] and growth[2] < 1.3, growth

@@ -317,10 +317,12 @@ def train(model_config, c, vocab_given=False):
                 step, best = load_sharded(out, model, steppers, ema)
             else:
                 state = load_checkpoint(out, device)
+                if "optimizer" not in state and not c.eval_only:
+                    fail(f"{out} has weights but no optimizer state: begin a run with --init_from={out}")
                 model.load_state_dict(state["model"])
-                for optimizer, old in zip(steppers, state["optimizer"], strict=True):
+                for optimizer, old in zip(steppers, state.get("optimizer", []), strict=not c.eval_only):
                     optimizer.load_state_dict(old)
-                step, best, ema = state["step"], state["best"], state["ema"]
+                step, best, ema = state["step"], state.get("best", math.inf), state["ema"]
         except (RuntimeError, KeyError, TypeError, ValueError) as e:
             fail(f"the checkpoint of {out} does not fit its config.json: {' '.join(str(e).split())[:200]}")
         if step >= c.steps and not c.eval_only:
