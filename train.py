@@ -288,7 +288,7 @@ def train(model_config, c, vocab_given=False):
         model_config.vocab_size = meta["vocab_size"]
     data = {"folder": os.path.relpath(folder), **{k: meta[k] for k in ("encoding", "vocab_size", "eot")},
             "sha256": [shard["sha256"] for split in meta["shards"].values() for shard in split]}
-    if c.resume and read_config(c.resume)["data"]["sha256"] != data["sha256"]:
+    if c.resume and read_config(c.resume)["data"].get("sha256") not in (None, data["sha256"]):  # None: a graft, which has had no data
         fail(f"{folder} is not the data that {c.resume} was trained on")
     torch.manual_seed(c.seed)
     model = GPT(model_config, dtype, c.z_loss)
