@@ -244,7 +244,10 @@ def graft(hf_folder, c):
             weights["head.weight"] = weights["embed.weight"]
             if "lm_head.weight" in where and not torch.equal(files[where["lm_head.weight"]].get_tensor("lm_head.weight"), weights["head.weight"]):
                 raise ValueError("lm_head.weight is not the embedding, though tie_word_embeddings says so")
-        eot = prepare.encoding("tokenizer.json", source).eot if (source / "tokenizer.json").exists() else None
+        encoding = prepare.encoding("tokenizer.json", source) if (source / "tokenizer.json").exists() else None
+        if encoding and encoding.vocab_size > config.vocab_size:
+            raise ValueError(f"{source} has a vocabulary of {config.vocab_size}, its tokenizer.json one of {encoding.vocab_size}")
+        eot = encoding and encoding.eot
         weights |= {f"router.{name}": p for name, p in model.stream.init(config).items()}
         with new_folder(c.out) as folder:
             copy_tokenizer(source, folder)
@@ -368,12 +371,11 @@ def new_folder(out):
     if out.exists():
         raise ValueError(f"--out={out} exists; nothing is overwritten: choose another name")
     partial = out.with_name(out.name + ".partial")
-    with prepare.claimed(partial):
+    with prepare.claimed(partial, out):
         yield partial
         for file in partial.iterdir():
             with open(file, "rb") as f:
                 os.fsync(f.fileno())
-        partial.rename(out)
 
 
 def write_run(folder, run, config, weights):

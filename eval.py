@@ -102,6 +102,7 @@ def load(folder, c):
     encoding = prepare.encoding(run["data"]["encoding"], run["data"]["folder"])
     if encoding.vocab_size > model.config.vocab_size:
         raise ValueError(f"{folder} has a vocabulary of {model.config.vocab_size}, its encoding {encoding.vocab_size}")
+    Path(folder, "eval").mkdir(exist_ok=True)  # before hours of work
     if "RANK" in os.environ:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -130,19 +131,23 @@ def save(folder, name, c, run, versions, results, items, **more):
     """Writes folder/eval/name.json, or name-2.json, ...: nothing is overwritten."""
     head = {"command": shlex.join(["python", "eval.py", *sys.argv[1:]]), "checkpoint": c.checkpoint, "ema": c.ema, "step": run["step"],
             "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions}} | more
-    text = json.dumps(head | {"results": results, "items": items}) + "\n"
-    Path(folder, "eval").mkdir(exist_ok=True)
-    for i in itertools.count(1):
-        file = Path(folder, "eval", name + (f"-{i}" if i > 1 else "") + ".json")
-        try:
-            with open(file, "x") as f:
-                f.write(text)
-            return print(f"-> {file}")
-        except FileExistsError:
-            pass
-        except OSError:  # a full disk
-            file.unlink(missing_ok=True)
-            raise
+    try:
+        text = json.dumps(head | {"results": results, "items": items}, allow_nan=False) + "\n"
+    except ValueError:
+        raise ValueError(f"a result is not finite: nothing is written to {folder}")
+    partial = Path(folder, "eval", f".{name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        for i in itertools.count(1):
+            file = partial.with_name(name + (f"-{i}" if i > 1 else "") + ".json")
+            try:
+                open(file, "x").close()  # takes the name
+                partial.replace(file)
+                return print(f"-> {file}")
+            except FileExistsError:
+                pass
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def loss(folder, c):
             raise ValueError(f"{run['data']['folder']} has the id {rows.max()}, beyond the vocabulary of {model.config.vocab_size}")
         rows = torch.from_numpy(rows).to(device)
         x, y = rows[:, :-1].contiguous(), rows[:, 1:]
-        hidden = model.hidden(x, (x == encoding.eot).cumsum(1) if run["train"]["doc_mask"] else None)
+        hidden = model.hidden(x, (x == encoding.eot).cumsum(1) if run["train"].get("doc_mask") else None)
         nats = token_losses(model, hidden.flatten(0, 1), y.flatten())[0].view(y.shape).cpu().double()
         counted = torch.arange(seq) < counts[first:first + n, None]
         sums[first:first + len(batch)] = torch.where(counted, nats, 0).sum(1)
@@ -414,15 +419,17 @@ def tasks(folder, c):
             samples = found["samples"][task]
             what, _, answers = (metric or f"{samples[0]['metrics'][0]},{samples[0]['filter']}").partition(",")
             values = [(sample["doc_id"], number(sample.get(what))) for sample in samples if sample["filter"] == (answers or "none")]
-            items[task] = [{"id": i, "correct": value} for i, value in sorted(values, key=lambda pair: pair[0]) if value is not None]
+            values = [{"id": i, "correct": value} for i, value in sorted(values, key=lambda pair: pair[0]) if value is not None]
+            items |= {task: values} if values else {}
     versions = {"lm_eval": __version__, "tasks": found["versions"]}
     save(folder, "-".join(Path(name).stem for name in c.tasks.split(","))[:80], c, run, versions, results, items, num_fewshot=found["n-shot"])
 
 
 def number(value):
-    """An item's metric as a number; a log-likelihood with the number of words or bytes that it is of becomes one for each. None for anything else."""
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value):
-        value = value[0] / max(1, value[1])
+    """An item's metric as a number; a log-likelihood with the number of words or bytes that it is of becomes one for each; of (what is right,
+    what was said), as for mcc and f1, whether they are equal. None for anything else."""
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, (int, float, np.number)) for x in value):
+        value = value[0] / max(1, value[1]) if isinstance(value[0], float) else float(value[0] == value[1])
     return float(value) if isinstance(value, (int, float, np.number, np.bool_)) else None
 
 
@@ -442,6 +449,8 @@ def main():
         evaluate(*folders, c)
     except (ValueError, OSError) as e:
         fail(" ".join(str(e).split()))
+    except KeyError as e:
+        fail(f"{folders[0]}/config.json has no {e}")
     except torch.OutOfMemoryError:
         fail("out of memory: give fewer --batch_tokens")
     except KeyboardInterrupt:

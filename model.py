@@ -214,7 +214,7 @@ class GPTConfig:
         }
         always = sum(sizes[name] for name in ("parameters", "optimizer", "average", "buckets", "gathered"))
         running = sizes["bank"] + sizes["activations"] + sizes["head"] + (total if accumulate else 0)
-        return {name: round(value) for name, value in (sizes | {"peak": always + max(running, total)}).items()}
+        return {name: round(value) for name, value in (sizes | {"peak": always + max(running, total - sizes["buckets"])}).items()}
 
 
 DEPTH_ROUTES = ("attnres", "lr", "mhar")
@@ -776,7 +776,9 @@ def read_config(folder):
     file = Path(folder, "config.json")
     try:
         run = json.loads(file.read_text())
-        GPTConfig(**run["model"]), run["train"]["seq"], run["data"]["folder"]
+        GPTConfig(**run["model"]), Path(run["data"]["folder"])
+        if not (isinstance(run["train"]["seq"], int) and run["train"]["seq"] > 0):
+            raise ValueError(f"train.seq is {run['train']['seq']!r}")
         return run
     except OSError as e:
         raise ValueError(f"{folder} is no run: cannot read {file} ({e.strerror})")

@@ -292,18 +292,21 @@ def prepare(c):
     enc = encoding(c.encoding)
     partial = out.with_name(out.name + ".partial")
     try:
-        with claimed(partial):
+        with claimed(partial, out):
             line = write(c, enc, partial)
-            partial.rename(out)
     except OSError as e:
         raise ValueError(f"cannot write {out}: {e.strerror or e}; nothing is kept")
     print(f"{out}: {line}", flush=True)
 
 
+UNFINISHED = ".unfinished"
+
+
 @contextmanager
-def claimed(partial):
-    """Makes the folder, or empties what a killed run has left; removes it at the end unless it was renamed. A lock, which
-    dies with the process, keeps others away: two runs of train.py may start in one minute."""
+def claimed(partial, out):
+    """Makes the folder partial, or empties what a killed run has left, which holds UNFINISHED; renames it to out at the end, or removes
+    it if there was an error. A lock, which dies with the process, keeps others away: two runs of train.py may start in one minute.
+    Raises ValueError for a folder that is not ours to empty."""
     made = [p for p in partial.parents if not p.exists()]
     partial.mkdir(parents=True, exist_ok=True)
     lock = os.open(partial if fcntl else os.devnull, os.O_RDONLY)
@@ -314,10 +317,17 @@ def claimed(partial):
         raise ValueError(f"{partial} is being written by another process; wait for it")
     except OSError:  # a file system without locks
         pass
+    if any(partial.iterdir()) and not (partial / UNFINISHED).exists():
+        os.close(lock)
+        raise ValueError(f"{partial} is in the way, and not what a killed run has left: move it elsewhere")
     try:
+        (partial / UNFINISHED).touch()
         for file in partial.iterdir():
-            file.unlink()
+            if file.name != UNFINISHED:
+                file.unlink()
         yield
+        (partial / UNFINISHED).unlink()
+        partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         for folder in made:
@@ -407,6 +417,8 @@ class Shards:
             self.shards, self.tokens = self.meta["shards"][split], sum(s["tokens"] for s in self.meta["shards"][split])
             verify = verify or width * sum(self.meta["tokens"].values()) < 1e9
         except OSError:
+            if (folder / "config.json").exists():
+                raise ValueError(f"{folder} is a run or a graft, which has no data of its own")
             raise ValueError(f"{folder} has no meta.json that can be read: it is no data folder or not complete; {again}")
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"{folder / 'meta.json'} is damaged ({type(e).__name__}: {e}); {again}")

@@ -48,6 +48,7 @@ import shlex
 import statistics
 import sys
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -171,7 +172,7 @@ def cost(c, tokens=16_384, itemsize=2, bandwidth=4.2e12, chunk=8):
 def sweep(c):
     """Rows of LR's tables 4 (source reads) and 5 (added FLOPs in percent of the core) for a size."""
     schedules = {("full" if N == 0 else f"N={N}"): N for N in (0, 4, 8, 16) if N <= c.M}
-    config = lambda r, N, keys="slice": dataclasses.replace(c, rank=r, blocks=N, keys=keys, key_norm="auto")
+    config = lambda r, N, keys="slice": dataclasses.replace(c, rank=r, blocks=N, keys=keys, key_norm="auto", kernel="auto")
     reads = [{"blocks": name, "source_reads": config(1, N).source_reads(), "retained_slots": retained(config(1, N))} for name, N in schedules.items()]
     ranks = sorted({max(1, c.d_model * k // 64) for k in (1, 2, 4, 8, 16, 32, 48, 64)})
     flops = [{"keys": keys, "rank": r} | {name: percent(config(r, N, keys)) for name, N in schedules.items()}
@@ -336,6 +337,8 @@ def run_routing(c, name):
         for token, column in zip(result["tokens"], mean.T):
             print(f"{token!r:>14} ", *(f"{result['slots'][i]:>4} {column[i]:5.1%}" for i in (-column).argsort()[:3]))
         return result, draw_text
+    if c.site is not None:
+        fail("--site goes with --text")
     result = routing(model, run, c, device)
     rows = []
     for row in result["sites"]:
@@ -516,10 +519,8 @@ def read_run(folder, tail):
     run, log = read_config(folder), []
     try:
         for line in Path(folder, "log.jsonl").read_text(errors="replace").splitlines():
-            try:
-                log.append(json.loads(line))
-            except ValueError:  # the line that a running job is writing
-                pass
+            with suppress(ValueError):  # the line that a running job is writing
+                log += [entry] if isinstance(entry := json.loads(line), dict) else []
         evals = [(entry["step"], entry["val_loss"]) for entry in log if "val_loss" in entry]
         if not evals:
             raise ValueError(f"{folder} has no evaluation yet")
@@ -607,15 +608,16 @@ def gains(runs):
 
 
 def read_items(folder):
-    """{task: {id: 0 or 1}} of a run's eval/*.json, the newest file last. Tasks whose items are not right or wrong are left out."""
-    found = {}
-    for file in sorted(Path(folder, "eval").glob("*.json"), key=lambda p: p.stat().st_mtime):
+    """{task: {id: 0 or 1}} of a run's eval/*.json, of the file with the highest number if several have a task. Tasks whose items are not
+    right or wrong are left out."""
+    found, number = {}, lambda file: int(re.search(r"(?:-(\d+))?$", file.stem)[1] or 1)
+    for file in sorted(Path(folder, "eval").glob("*.json"), key=lambda file: (number(file), file.name)):
         try:
             for task, items in json.loads(file.read_text()).get("items", {}).items():
-                if all(item["correct"] in (0, 1) for item in items):
+                if items and all(item["correct"] in (0, 1) for item in items):
                     found[task] = {item["id"]: int(item["correct"]) for item in items}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{file} holds no results of eval.py: {type(e).__name__}: {e}")
+            print(f"left out: {file} holds no results of eval.py: {type(e).__name__}: {e}", file=sys.stderr)
     return found
 
 
@@ -637,7 +639,8 @@ def compare_items(against):
     for a, b in against.items():
         for task in items[a].keys() & items[b].keys() if a != b else ():
             if items[a][task].keys() != items[b][task].keys() or not items[a][task]:
-                raise ValueError(f"{a} and {b} were not asked the same items of {task}: {len(items[a][task])} and {len(items[b][task])}")
+                print(f"left out: {a} and {b} were not asked the same items of {task}: {len(items[a][task])} and {len(items[b][task])}", file=sys.stderr)
+                continue
             rows.append({"run": a, "against": b, "task": task} | paired_items(items[a][task], items[b][task]))
     if not rows:
         raise ValueError("no two runs have results of the same task: python eval.py writes them to RUN/eval/")
@@ -669,7 +672,8 @@ def run_compare(c, *folders):
         print(f"\nL = {law['A']:.4g} C^-{law['alpha']:.4g} + {law['E']:.4g} through {law['points']} baselines, rms residual {law['residual']:.2g} nats")
         table([{"run": name, "compute-equivalent gain": gain} for name, gain in law["gain"].items()])
     if c.items:
-        result["items"] = compare_items({run["run"]: run["baseline"] or runs[0]["run"] for run in runs})
+        other = lambda run: run["baseline"] if run["baseline"] not in (None, run["run"]) else runs[0]["run"]
+        result["items"] = compare_items({run["run"]: other(run) for run in runs})
         print()
         table(result["items"])
     for run in runs:  # what is drawn
@@ -913,6 +917,8 @@ def check_files(c):
     for flag, file in (("json", c.json), ("plot", c.plot)):
         if file and (not Path(file).parent.is_dir() or Path(file).is_dir()):
             fail(f"--{flag}={file}: there is no folder {Path(file).parent}" if not Path(file).is_dir() else f"--{flag}={file} is a folder")
+        if file and (Path(file).parent / "config.json").exists():
+            fail(f"--{flag}={file} would be among a run's own files: choose another folder")
     if c.plot:
         if Path(c.plot).suffix not in (".png", ".svg", ".pdf"):
             fail(f"--plot={c.plot} must end in .png, .svg or .pdf")
@@ -921,6 +927,11 @@ def check_files(c):
 
 
 def write_files(c, result, draw):
+    result = {"command": shlex.join(["python", "probe.py", *sys.argv[1:]])} | result
+    try:
+        text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    except ValueError:
+        fail("a result is not finite: nothing is written")
     if c.plot:
         import matplotlib
         matplotlib.use("Agg")
@@ -930,8 +941,7 @@ def write_files(c, result, draw):
             fig.savefig(c.plot, metadata={"Date": None} if c.plot.endswith(".svg") else None)
             plt.close(fig)
     if c.json:
-        result = {"command": shlex.join(["python", "probe.py", *sys.argv[1:]])} | result
-        Path(c.json).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        Path(c.json).write_text(text)
 
 
 def main():

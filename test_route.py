@@ -1695,6 +1695,10 @@ def test_prepare_killed_leaves_nothing_that_is_accepted(tmp_path):
 
     (tmp_path / "data.partial").mkdir()
     (tmp_path / "data.partial" / "val_007.bin").write_bytes(b"left over")
+    with pytest.raises(ValueError, match="move it elsewhere"):  # somebody's own
+        prepare.prepare(text_config(tmp_path / "texts", tmp_path / "data"))
+    assert (tmp_path / "data.partial" / "val_007.bin").read_bytes() == b"left over"
+    (tmp_path / "data.partial" / ".unfinished").touch()
     prepare.prepare(text_config(tmp_path / "texts", tmp_path / "data"))
     assert np.fromfile(tmp_path / "data" / "train_000.bin", "<u2").tolist() == expected_tokens(docs, 0.2)["train"]
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["meta.json", "train_000.bin", "val_000.bin"]
@@ -1939,6 +1943,7 @@ def test_sample_is_greedy_decoding_of_the_full_forward(inside, capsys):
     (train, "--z_loss=-1", "not negative"),
     (train, "--min_lr=-1", "not negative"),
     (train, "--min_lr=1", "at most"),
+    (train, "--device=meta", "not to be had"),
     (train, "--dry_run --batch=7 --micro=2", "multiple"),
     (train, "--muon_lr=0", "positive"),
     (train, "--seed=-1", "--seed"),
@@ -2847,11 +2852,16 @@ def test_probe_items(fakes, capsys):
         (run / "eval/tasks.json").write_text(json.dumps({"results": {}, "items": {"arc": [{"id": i, "correct": x} for i, x in items.items()]}}))
     (row,) = probe_json(fakes, "compare", "out/base", "out/mhar", "--items")["items"]
     assert row == {"run": "out/mhar", "against": "out/base", "task": "arc"} | pair
-    Path("out/mhar/eval/more.json").write_text(json.dumps({"items": {"arc": [{"id": i + 1, "correct": x} for i, x in ours.items()]}}))
-    os.utime("out/mhar/eval/tasks.json", (0, 0))  # the newer file counts
-    with pytest.raises(SystemExit):
+    for run in ("base", "mhar"):  # other tasks, whose items are not right or wrong, or half written
+        Path(f"out/{run}/eval/loss.json").write_text(json.dumps({"items": {"validation": [{"id": 0, "correct": 1.5}], "none": []}}))
+        Path(f"out/{run}/eval/torn.json").write_text('{"items": {')
+    capsys.readouterr()
+    assert [row["task"] for row in probe_json(fakes, "compare", "out/base", "out/mhar", "--items")["items"]] == ["arc"]
+    assert capsys.readouterr().err.count("torn.json holds no results") == 2
+    Path("out/mhar/eval/tasks-2.json").write_text(json.dumps({"items": {"arc": [{"id": i + 1, "correct": x} for i, x in ours.items()]}}))
+    with pytest.raises(SystemExit):  # the higher number counts
         inline(probe, "compare", "out/base", "out/mhar", "--items")
-    assert "not asked the same items of arc: 90 and 90" in capsys.readouterr().err
+    assert "left out: out/mhar and out/base were not asked the same items of arc: 90 and 90" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -2874,7 +2884,7 @@ def test_probe_draws(inside, flags, words):
 @pytest.mark.parametrize("flags, says", [
     ("nothing", "unknown command"), ("cost --size=1g", "unknown size"), ("cost out/probed", "no run"), ("cost --route=lr --rank=0", "rank"), ("cost --tokens=0", "positive"),
     ("cost --sweep", "--route=lr"), ("cost --route=lr --sweep --rank=3", "by itself"), ("cost --route=baseline --plot=x.svg", "none"), ("cost --bandwith=3", "--bandwidth"),
-    ("cost --json=nowhere/x.json", "no folder"), ("cost --json=out", "is a folder"), ("cost --plot=x.gif", ".png"), ("routing", "one run"), ("routing a b", "one run"), ("routing out/nothing", "is no run"),
+    ("cost --json=out/probed/config.json", "own files"), ("routing out/probed-mhar --site=2", "--text"), ("cost --json=nowhere/x.json", "no folder"), ("cost --json=out", "is a folder"), ("cost --plot=x.gif", ".png"), ("routing", "one run"), ("routing a b", "one run"), ("routing out/nothing", "is no run"),
     ("routing out/plain", "no depth routing"), ("routing out/probed-mhar --tokens=-1", "positive"), ("routing out/probed-mhar --text=a --site=5", "from 1 to 4"),
     ("routing out/probed-mhar --checkpoint=last.pt", "last.pt"), ("queries out/probed --slices=5", "divide"), ("queries out/probed --slices=0", "positive"), ("queries out/probed --query=x", ".safetensors"),
     ("queries nothing.safetensors --query=x", "nothing.safetensors"), ("queries half.safetensors --query=x", "half.safetensors"), ("queries half.safetensors", "names"),
@@ -3199,8 +3209,8 @@ def test_eval_refuses_in_one_line(harness, capsys, flags, says):
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         inline(evaluation, *flags.split())
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
+    *bars, err = capsys.readouterr().err.rstrip().split("\n")  # datasets shows its progress when it reads a file for the first time
+    assert stop.value.code == 2 and err.startswith("error: ") and says in err and not any("rror" in line for line in bars), (bars, err)
     assert sorted(Path().glob("out/*/eval/*")) == before
 
 

@@ -38,10 +38,10 @@ class TrainConfig:
     size: str = "nano"  # a preset of model.py: nano, 100m, 124m, 350m, 1b, lr-0.5b, lr-1b, lr-4b, 8b
     data: str = "stdlib"  # a folder under data/, or a path; made by prepare.py
     out: str | None = None  # the run's folder, which must not exist; unset: the next free out/<route>-<size>
-    resume: str | None = None  # go on with this run; only steps, cadences, micro, device, compile, kernel and recompute may change
+    resume: str | None = None  # go on with this run; only steps, cadences, what is logged, micro, device, compile, kernel and recompute may change
     init_from: str | None = None  # begin with this run's weights and a new schedule; the model is its model, but for flags
     eval_only: bool = False  # print the validation loss of the run given as --resume, change nothing
-    dry_run: bool = False  # print parameters, memory and time by arithmetic, run nothing; WORLD_SIZE=8 before the command: for 8 GPUs
+    dry_run: bool = False  # print parameters, memory and time by arithmetic, with the preset's vocabulary; WORLD_SIZE=8 before the command: for 8 GPUs
     seq: int = 128  # tokens in a sequence
     batch: int = 8  # sequences in an optimizer step, over all ranks
     micro: int | None = None  # sequences in one forward on one rank; unset: batch / ranks, no accumulation
@@ -124,11 +124,15 @@ def configure(flags):
         c.param_dtype = "float32"
     if c.eval_only and not c.resume:
         fail("--eval_only evaluates a run: give --resume=RUN")
+    if c.eval_only and Path(c.resume, "ckpt.pt").exists():  # gathered at the end
+        c.fsdp = False
     if c.min_lr is None:
         c.min_lr = c.lr / 10
     for name in ("seq", "batch", "steps", "lr", "muon_lr", "eval_every", "eval_tokens", "save_every", "clip"):
         if not getattr(c, name) > 0:
             fail(f"--{name} must be positive, not {getattr(c, name)}")
+    if c.size not in RECIPES:
+        fail(f"unknown size {c.size!r}; there are: {', '.join(RECIPES)}")
     if c.min_lr > c.lr:
         fail(f"--min_lr={c.min_lr:g} must be at most --lr={c.lr:g}")
     if not 0 <= c.seed < 2**63:
@@ -140,7 +144,7 @@ def configure(flags):
 
 def changed_from_recipe(c):
     """What of a run's recipe is not its preset's, as {name: value}: for config.json."""
-    preset, where = TrainConfig(**RECIPES[c.size]), {"size", "data", "out", "wandb", *MAY_CHANGE} - {"steps", "eval_tokens"}
+    preset, where = TrainConfig(**RECIPES[c.size]), {"size", "data", "out", "init_from", "wandb", *MAY_CHANGE} - {"steps", "eval_tokens"}
     preset.min_lr = preset.lr / 10 if preset.min_lr is None else preset.min_lr
     return {name: value for name, value in dataclasses.asdict(c).items() if name not in where and value != getattr(preset, name)}
 
@@ -220,13 +224,19 @@ def link(old, new):
 
 def main():
     flags = parse_flags(TrainConfig, GPTConfig)
-    if may_restart() and "out" in flags and any(Path(flags["out"]).glob("ckpt*")):
+    if may_restart() and "out" in flags and any(Path(flags["out"], name).exists() for name in ("ckpt.pt", "ckpt_prev.pt", "ckpt", "ckpt_prev")):
         flags["resume"] = flags.pop("out")
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's characters
     try:
-        train(*configure(flags), vocab_given="vocab_size" in flags)
+        try:
+            settings = configure(flags)
+        except (KeyError, TypeError) as e:
+            fail(f"{flags.get('resume', flags.get('init_from'))}/config.json is damaged: {type(e).__name__}: {e}")
+        train(*settings, vocab_given="vocab_size" in flags)
     except (ValueError, OSError) as e:
         fail(e)
+    except torch.OutOfMemoryError as e:
+        fail(f"out of memory: fewer sequences at a time (--micro), --recompute or --fsdp need less; {str(e).splitlines()[0]}")
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -241,6 +251,8 @@ def train(model_config, c, vocab_given=False):
     if c.batch % world or (c.micro is not None and (c.micro <= 0 or c.batch // world % c.micro)):
         fail(f"--batch={c.batch} must be a multiple of ranks x --micro = {world} x {1 if c.micro is None else c.micro}")
     micro = c.micro or c.batch // world
+    if world > 1 and "RANK" not in os.environ and not c.dry_run:
+        fail("WORLD_SIZE is set: only --dry_run takes it without torchrun")
     if c.dry_run:
         if master:
             print(plan(model_config, c, micro, world))
@@ -248,6 +260,8 @@ def train(model_config, c, vocab_given=False):
     best_device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(c.device or best_device)
+        if device.type not in ("cuda", "cpu", "mps"):
+            raise RuntimeError
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):
         fail(f"--device={c.device} is not to be had here; there is: {best_device}")
@@ -364,7 +378,7 @@ def train(model_config, c, vocab_given=False):
             print("compiling; the first step takes a while ...", flush=True)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 and not c.fsdp else model
     stop = []  # signals that asked for an end
-    for s in (signal.SIGTERM, signal.SIGINT):
+    for s in (signal.SIGTERM, signal.SIGINT) if not c.eval_only else ():
         signal.signal(s, lambda number, frame: stop.append(number))
 
     def to_device(rows):
@@ -615,7 +629,12 @@ def load_sharded(out, model, steppers, ema):
     state = sharded_state(model, steppers, ema) | {"step": 0, "best": 0.0}
     for folder in (out / "ckpt", out / "ckpt_prev"):
         if (folder / ".metadata").is_file():  # written last
-            dcp.load(state, checkpoint_id=folder)
+            try:
+                dcp.load(state, checkpoint_id=folder)
+            except (Exception, dcp.CheckpointException) as e:  # the second is none of the first
+                if dist.get_rank() == 0:
+                    print(f"{folder} cannot be read ({type(e).__name__}), so the one before is tried", file=sys.stderr)
+                continue
             set_state_dict(model, steppers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             return state["step"], state["best"]
     raise ValueError(f"{out} has no whole checkpoint; start it anew")
