@@ -2482,12 +2482,12 @@ def limited(*args, **options):
 train.dcp.save = limited
 train.main()""")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "full.py"]
-    done = subprocess.run([*command, *TINY, "--data=small", "--fsdp", "--save_every=2", "--steps=6", "--out=out/full"], cwd=folder,
+    done = subprocess.run([*command, *TINY, "--data=small", "--fsdp", "--save_every=2", "--steps=6", "--out=out/filled"], cwd=folder,
                           env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    run = folder / "out/full"
-    assert done.returncode and "cannot write out/full/ckpt.partial, what was there before is untouched" in done.stderr
+    run = folder / "out/filled"
+    assert done.returncode and "cannot write out/filled/ckpt.partial, what was there before is untouched" in done.stderr
     assert (run / "ckpt/.metadata").exists() and not (run / "ckpt.partial/.metadata").exists() and not (run / "ckpt_prev").exists()
-    call("train.py", "--resume=out/full", cwd=folder, ranks=2)
+    call("train.py", "--resume=out/filled", cwd=folder, ranks=2)
     assert list(losses(run)) == list(range(1, 7)) and (run / "ckpt.pt").exists() and not list(run.glob("*.partial"))
 
 
