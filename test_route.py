@@ -2783,6 +2783,7 @@ def fakes(tmp_path, monkeypatch):
 
 
 def test_probe_compare(fakes):
+    pytest.importorskip("matplotlib"), pytest.importorskip("safetensors")
     curve = lambda last: [5.0, 4.0] + [last + 0.01 * (i - 5) for i in range(11)]  # eleven evaluations of mean `last`, two before
     runs = [fake_run("base-42", curve(3.0)), fake_run("base-43", curve(3.2), seed=43), fake_run("other", curve(1.0), seed=42, d_model=48),
             *[fake_run(f"mhar-{s}", curve(x), seed=s, speed=800, norms=(0.5, 2.0), route="mhar", blocks=2) for s, x in ((42, 2.9), (43, 3.0), (44, 2.0))]]
@@ -2892,6 +2893,7 @@ def test_probe_draws(inside, flags, words):
     ("compare out/plain --figure=grid --plot=x.svg --json=x.json", "--route=lr"), ("compare out/plain --figure=heads --plot=x.svg", "--route=mhar"), ("compare out/plain --gain", "three"),
 ])
 def test_probe_refuses(inside, capsys, flags, says):
+    pytest.importorskip("matplotlib"), pytest.importorskip("safetensors")
     trained("probed", "--steps=12", "--route=attnres", "--lr=0.05", "--warmup=0", "--norm_eps=1e-2"), trained("probed-mhar", "--route=mhar", "--steps=12"), trained("plain", "--route=baseline")
     Path("half.safetensors").write_bytes(b"\x08" * 20)
     before = sorted(inside.rglob("*"))
