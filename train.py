@@ -231,7 +231,9 @@ def main():
         try:
             settings = configure(flags)
         except (KeyError, TypeError) as e:
-            fail(f"{flags.get('resume', flags.get('init_from'))}/config.json is damaged: {type(e).__name__}: {e}")
+            if not (source := flags.get("resume") or flags.get("init_from")):
+                raise
+            fail(f"{source}/config.json is damaged: {type(e).__name__}: {e}")
         train(*settings, vocab_given="vocab_size" in flags)
     except (ValueError, OSError) as e:
         fail(e)
@@ -331,12 +333,14 @@ def train(model_config, c, vocab_given=False):
                 step, best = load_sharded(out, model, steppers, ema)
             else:
                 state = load_checkpoint(out, device)
-                if "optimizer" not in state and not c.eval_only:
-                    fail(f"{out} has weights but no optimizer state: begin a run with --init_from={out}")
                 model.load_state_dict(state["model"])
-                for optimizer, old in zip(steppers, state.get("optimizer", []), strict=not c.eval_only):
-                    optimizer.load_state_dict(old)
-                step, best, ema = state["step"], state.get("best", math.inf), state["ema"]
+                step, ema = state["step"], state["ema"]
+                if not c.eval_only:
+                    if "optimizer" not in state:
+                        fail(f"{out} has weights but no optimizer state: begin a run with --init_from={out}")
+                    for optimizer, old in zip(steppers, state["optimizer"], strict=True):
+                        optimizer.load_state_dict(old)
+                    best = state["best"]
         except (RuntimeError, KeyError, TypeError, ValueError) as e:
             fail(f"the checkpoint of {out} does not fit its config.json: {' '.join(str(e).split())[:200]}")
         if step >= c.steps and not c.eval_only:
