@@ -47,7 +47,7 @@ import torch.nn.functional as F
 
 import model
 import prepare
-from model import DEPTH_ROUTES, GPT, GPTConfig, LinearCrossEntropy, capture, clip_gradients, fail, load_run, parse_flags, route
+from model import DEPTH_ROUTES, GPT, GPTConfig, LinearCrossEntropy, capture, clip_gradients, fail, load_run, parse_flags, route, run_command
 
 CHAINS = {  # preset of model.py, its routing, tokens of a microbatch, milliseconds that ours must and should reach
     "100m": ("100m", dict(), 16384, 4.0, 2.7),
@@ -628,19 +628,8 @@ def need_cuda():
 
 def main():
     benches = {"kernel": (KernelBench, bench_kernel), "train": (TrainBench, bench_train), "loss": (LossBench, bench_loss), "error": (ErrorBench, bench_error)}
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("--help", "-h"):
-        print(__doc__.strip(), f"\n\nbench.py {{{'|'.join(benches)}}} --help lists the flags")
-        return
-    if command not in benches:
-        fail(f"unknown command {command!r}; there are: {', '.join(benches)}")
-    config, bench = benches[command]
-    flags = parse_flags(config, argv=sys.argv[2:])
-    need_cuda()
-    try:
-        sys.exit(bench(config(**flags)))
-    except ValueError as e:
-        fail(e)
+    on_gpu = lambda bench: lambda b: (need_cuda(), bench(b))[1]
+    sys.exit(run_command({name: (on_gpu(bench), "", config) for name, (config, bench) in benches.items()}))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import functools
 import json
 import os
 import shutil
-import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 import prepare
-from model import DEPTH_ROUTES, GPT, GPTConfig, fail, load_run, parse_flags, read_weights
+from model import DEPTH_ROUTES, GPT, GPTConfig, load_run, pick_device, read_weights, run_command
 
 PIECE = 1 << 19  # most numbers of a matrix that are in float64 at a time
 
@@ -92,7 +91,7 @@ def read_run(folder, c):
 # AttnRes to LR
 
 
-def lowrank(run_folder, c):
+def lowrank(c, run_folder):
     run, old, weights = read_run(run_folder, c)
     matrices = getattr(torch, c.dtype)
     others = torch.promote_types(matrices, torch.float32)  # as in training
@@ -211,7 +210,7 @@ def backbone(hf):
         "qk_norm": ARCHITECTURES[kind], "rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
 
 
-def graft(hf_folder, c):
+def graft(c, hf_folder):
     source = Path(hf_folder)
     routing = {name: value for name, value in dataclasses.asdict(c).items() if name != "out"}
     if c.route in DEPTH_ROUTES and not c.delta:
@@ -296,7 +295,7 @@ def copy_tokenizer(source, folder):
             shutil.copyfile(source / name, folder / name)
 
 
-def export(run_folder, c):
+def export(c, run_folder):
     run, config, weights = read_run(run_folder, c)
     if config.route != "baseline" and not config.delta:
         raise ValueError(f"{run_folder} is route={config.route}, which transformers does not have; a baseline or a delta route with closed gates can be exported")
@@ -330,8 +329,8 @@ def export(run_folder, c):
 
 
 @torch.no_grad()
-def check(a, b, c):
-    device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def check(c, a, b):
+    device = pick_device(c.device)
     dtype = getattr(torch, c.dtype)
     first, run = load_run(a, device, c.checkpoint, c.ema, dtype)
     second, _ = load_run(b, device, dtype=dtype)
@@ -388,25 +387,8 @@ def write_run(folder, run, config, weights):
 
 
 def main():
-    commands = {"lowrank": (LowRank, lowrank, ["RUN"]), "graft": (Graft, graft, ["HF_FOLDER"]),
-                "export": (Export, export, ["RUN"]), "check": (Check, check, ["RUN", "OTHER_RUN"])}
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("--help", "-h"):
-        print(__doc__.strip(), f"\n\nconvert.py {{{'|'.join(commands)}}} --help lists the flags")
-        return
-    if command not in commands:
-        fail(f"unknown command {command!r}; there are: {', '.join(commands)}")
-    config, convert, operands = commands[command]
-    folders = [arg for arg in sys.argv[2:] if not arg.startswith("-")]
-    flags = parse_flags(config, argv=[arg for arg in sys.argv[2:] if arg.startswith("-")])
-    if len(folders) != len(operands):
-        fail(f"convert.py {command} takes {' '.join(operands)} and flags, not {' '.join(folders) or 'flags alone'}")
-    try:
-        convert(*folders, config(**flags))
-    except (ValueError, RuntimeError, AssertionError, OSError) as e:
-        fail((str(e).splitlines() or [type(e).__name__])[0])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command({"lowrank": (lowrank, "RUN", LowRank), "graft": (graft, "HF_FOLDER", Graft), "export": (export, "RUN", Export),
+                 "check": (check, "RUN OTHER_RUN", Check)})
 
 
 if __name__ == "__main__":

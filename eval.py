@@ -43,7 +43,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import prepare
-from model import Cache, fail, load_run, parse_flags, wide
+from model import Cache, load_run, pick_device, run_command, wide
 
 CHUNK = 2 ** 26  # most logits that are there at a time
 
@@ -89,12 +89,9 @@ def load(folder, c):
     for name, least in {"tokens": 1, "batch_tokens": 1, "limit": world, "num_fewshot": 0, "max_length": 2}.items():
         if getattr(c, name, None) is not None and getattr(c, name) < least:
             raise ValueError(f"--{name} must be {least} at least, not {getattr(c, name)}")
-    device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device("cuda", local) if device.startswith("cuda") and "RANK" in os.environ else torch.device(device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        raise ValueError(f"--device={c.device} is not to be had here")
+    device = pick_device(c.device)
+    if device.type == "cuda" and "RANK" in os.environ:
+        device = torch.device("cuda", local)
     model, run = load_run(folder, device, c.checkpoint, c.ema)
     if c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda"):
         model.dtype = torch.bfloat16
@@ -155,7 +152,7 @@ def save(folder, name, c, run, versions, results, items, **more):
 
 
 @torch.no_grad()
-def loss(folder, c):
+def loss(c, folder):
     model, run, encoding, rank, world = load(folder, c)
     seq, data = run["train"]["seq"], prepare.Shards(run["data"]["folder"], "val", run["train"]["seq"])
     hashes = [shard["sha256"] for split in data.meta["shards"].values() for shard in split]
@@ -390,7 +387,7 @@ def find_tasks(wanted, c):
     return manager, tasks
 
 
-def tasks(folder, c):
+def tasks(c, folder):
     try:
         from lm_eval import __version__
     except ImportError:
@@ -434,27 +431,8 @@ def number(value):
 
 
 def main():
-    commands = {"loss": (Loss, loss), "tasks": (Tasks, tasks)}
-    command, *rest = sys.argv[1:] or ["--help"]
-    if command in ("--help", "-h"):
-        return print(__doc__.strip(), f"\n\neval.py {{{'|'.join(commands)}}} --help lists the flags")
-    if command not in commands:
-        fail(f"unknown command {command!r}; there are: {', '.join(commands)}")
-    config, evaluate = commands[command]
-    c = config(**parse_flags(config, argv=[arg for arg in rest if arg.startswith("-")]))
-    folders = [arg for arg in rest if not arg.startswith("-")]
-    if len(folders) != 1:
-        fail(f"give one run: eval.py {command} RUN --...")
     try:
-        evaluate(*folders, c)
-    except (ValueError, OSError) as e:
-        fail(" ".join(str(e).split()))
-    except KeyError as e:
-        fail(f"{folders[0]}/config.json has no {e}")
-    except torch.OutOfMemoryError:
-        fail("out of memory: give fewer --batch_tokens")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        run_command({"loss": (loss, "RUN", Loss), "tasks": (tasks, "RUN", Tasks)})
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -172,51 +172,6 @@ class GPTConfig:
         return 6 * macs
 
 
-    def memory(self, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimizer="adamw", ema=False, accumulate=False,
-               param_dtype=torch.bfloat16, dtype=torch.bfloat16):
-        """Bytes on each GPU while micro sequences of seq tokens go forward and backward, compiled and with fused reads, as a dict:
-
-        parameters, gradients, optimizer, average   by parameter, two optimizer states (Muon one); with fsdp in fp32 and 1 / ranks of it
-        buckets                                     the gradients again, for the ranks' average (without fsdp)
-        gathered                                    fsdp: embedding and head in fp32 with their gradients, two sublayers in dtype
-        bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
-        activations                                 what the sublayers keep for backward: inputs and normed inputs (where a read has done the
-                                                    norm, both are the bank's mix, and the weights times the norm's gain are kept), Q and K
-                                                    before and after rotation, V, attention's output (twice), gate, up and their product;
-                                                    with recompute only the inputs, and all of one sublayer
-        head                                        one chunk's logits and their gradient, the gradient of the head
-        peak                                        at the head, or at the optimizer's step, whichever is more
-        """
-        with torch.device("meta"):
-            named = dict(GPT(self).named_parameters())
-        rows, size, tokens, d = self.vocab_size, dtype.itemsize, seq * micro, self.d_model
-        fp32 = lambda name, p: fsdp or p.ndim < 2 or name.startswith("router.")
-        stored = {name: p.numel() * (4 if fp32(name, p) else param_dtype.itemsize) / (ranks if fsdp else 1) for name, p in named.items()}
-        inside = sum(stored[name] for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2)
-        total, q, kv = sum(stored.values()), self.n_head * self.head_dim, self.n_kv_head * self.head_dim
-        routed = self.route in DEPTH_ROUTES
-        copies = HC_STREAMS if self.route == "hc" else 0 if routed and not self.delta else 1
-        attention, mlp = 4 * q + (3 if self.qk_norm else 2) * kv, 3 * self.d_mlp
-        if recompute:
-            kept = copies * d * (self.M + 1) + d + max(attention, mlp)
-        else:
-            kept = (copies + (copies > 0)) * d * (self.M + 1) + self.n_layer * (attention + mlp)
-        scaled = self.n_layer * d * (q + 2 * kv + 2 * self.d_mlp) if copies == 0 and self.norm_gain and not recompute else 0
-        chunk = -(-tokens // LinearCrossEntropy.chunks(tokens, rows))
-        sizes = {
-            "parameters": total, "gradients": total, "optimizer": 2 * total - (inside if optimizer == "muon" else 0),
-            "average": sum(p.numel() for p in named.values()) * 4 / (ranks if fsdp else 1) if ema else 0,
-            "buckets": total if ranks > 1 and not fsdp else 0,
-            "gathered": (1 if self.tied else 2) * rows * d * 4 * 2 + 2 * max(2 * d * (q + kv), 3 * d * self.d_mlp) * size if fsdp else 0,
-            "bank": 2 * (self.M + 1) * tokens * d * size if routed else 0,
-            "activations": (kept * tokens + scaled) * size,
-            "head": (2 * chunk + d) * rows * size,
-        }
-        always = sum(sizes[name] for name in ("parameters", "optimizer", "average", "buckets", "gathered"))
-        running = sizes["bank"] + sizes["activations"] + sizes["head"] + (total if accumulate else 0)
-        return {name: round(value) for name, value in (sizes | {"peak": always + max(running, total - sizes["buckets"])}).items()}
-
-
 DEPTH_ROUTES = ("attnres", "lr", "mhar")
 HC_STREAMS = 4  # n of hyper-connections
 ROUTING_FLAGS = dict(blocks=None, rank=None, heads=None, key_norm="auto", key_gain="auto", keys="slice", delta=False, headwise=False)
@@ -740,6 +695,52 @@ class GPT(nn.Module):
         return {"total": backbone + routing, "non_embedding": backbone + routing - embedding, "routing": routing}
 
 
+def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimizer="adamw", ema=False, accumulate=False,
+           param_dtype=torch.bfloat16, dtype=torch.bfloat16):
+    """Bytes on each GPU while micro sequences of seq tokens go forward and backward, compiled and with fused reads, as a dict:
+
+    parameters, gradients, optimizer, average   by parameter, two optimizer states (Muon one); with fsdp in fp32 and 1 / ranks of it
+    buckets                                     the gradients again, for the ranks' average (without fsdp)
+    gathered                                    fsdp: embedding and head in fp32 with their gradients, two sublayers in dtype
+    bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
+    activations                                 what the sublayers keep for backward: inputs and normed inputs (where a read has done the
+                                                norm, both are the bank's mix, and the weights times the norm's gain are kept), Q and K
+                                                before and after rotation, V, attention's output (twice), gate, up and their product;
+                                                with recompute only the inputs, and all of one sublayer
+    head                                        one chunk's logits and their gradient, the gradient of the head
+    peak                                        at the head, or at the optimizer's step, whichever is more
+    """
+    c = config
+    with torch.device("meta"):
+        named = dict(GPT(c).named_parameters())
+    rows, size, tokens, d = c.vocab_size, dtype.itemsize, seq * micro, c.d_model
+    fp32 = lambda name, p: fsdp or p.ndim < 2 or name.startswith("router.")
+    stored = {name: p.numel() * (4 if fp32(name, p) else param_dtype.itemsize) / (ranks if fsdp else 1) for name, p in named.items()}
+    inside = sum(stored[name] for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2)
+    total, q, kv = sum(stored.values()), c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    routed = c.route in DEPTH_ROUTES
+    copies = HC_STREAMS if c.route == "hc" else 0 if routed and not c.delta else 1
+    attention, mlp = 4 * q + (3 if c.qk_norm else 2) * kv, 3 * c.d_mlp
+    if recompute:
+        kept = copies * d * (c.M + 1) + d + max(attention, mlp)
+    else:
+        kept = (copies + (copies > 0)) * d * (c.M + 1) + c.n_layer * (attention + mlp)
+    scaled = c.n_layer * d * (q + 2 * kv + 2 * c.d_mlp) if copies == 0 and c.norm_gain and not recompute else 0
+    chunk = -(-tokens // LinearCrossEntropy.chunks(tokens, rows))
+    sizes = {
+        "parameters": total, "gradients": total, "optimizer": 2 * total - (inside if optimizer == "muon" else 0),
+        "average": sum(p.numel() for p in named.values()) * 4 / (ranks if fsdp else 1) if ema else 0,
+        "buckets": total if ranks > 1 and not fsdp else 0,
+        "gathered": (1 if c.tied else 2) * rows * d * 4 * 2 + 2 * max(2 * d * (q + kv), 3 * d * c.d_mlp) * size if fsdp else 0,
+        "bank": 2 * (c.M + 1) * tokens * d * size if routed else 0,
+        "activations": (kept * tokens + scaled) * size,
+        "head": (2 * chunk + d) * rows * size,
+    }
+    always = sum(sizes[name] for name in ("parameters", "optimizer", "average", "buckets", "gathered"))
+    running = sizes["bank"] + sizes["activations"] + sizes["head"] + (total if accumulate else 0)
+    return {name: round(value) for name, value in (sizes | {"peak": always + max(running, total - sizes["buckets"])}).items()}
+
+
 def load_run(folder, device="cpu", checkpoint="ckpt.pt", ema=False, dtype=torch.float32):
     """A run's model, ready to use, and its config.json as a dict, with the checkpoint's step; ema: with the moving average of its weights;
     dtype: of activations, and with float64 of the parameters too. Raises ValueError with one line if there is none."""
@@ -776,7 +777,7 @@ def read_config(folder):
     file = Path(folder, "config.json")
     try:
         run = json.loads(file.read_text())
-        GPTConfig(**run["model"]), Path(run["data"]["folder"])
+        GPTConfig(**run["model"]), Path(run["data"]["folder"]), run["data"]["encoding"]
         if not (isinstance(run["train"]["seq"], int) and run["train"]["seq"] > 0):
             raise ValueError(f"train.seq is {run['train']['seq']!r}")
         return run
@@ -839,6 +840,45 @@ def fail(message):
     """One line on stderr, exit code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def pick_device(name=None, best=("cuda", "cpu")):
+    """The torch.device of that name, or the first of best that is there. Raises ValueError if it cannot be had."""
+    there = next(kind for kind in best if kind == "cpu" or getattr(torch, "cuda" if kind == "cuda" else "mps").is_available())
+    try:
+        device = torch.device(name or there)
+        if device.type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError
+        torch.empty(0, device=device)
+        return device
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"--device={name} is not to be had here; there is: {there}")
+
+
+def run_command(commands):
+    """SCRIPT COMMAND FOLDERS --name=value ...: for scripts that do several things. commands: {COMMAND: (function, FOLDERS, dataclass, ...)},
+    FOLDERS as "RUN OTHER", or "RUN ..." for one or more. Returns function(flags as the dataclass, those of further dataclasses as dicts, the
+    folders). Whatever is wrong ends with one line on stderr and exit code 2."""
+    module = inspect.getmodule(next(iter(commands.values()))[2])
+    script, (command, *rest) = Path(module.__file__).name, sys.argv[1:] or ["--help"]
+    if command in ("--help", "-h"):
+        return print(module.__doc__.strip(), f"\n\n{script} {{{'|'.join(commands)}}} --help lists the flags")
+    if command not in commands:
+        fail(f"unknown command {command!r}; there are: {', '.join(commands)}")
+    function, wanted, config, *others = commands[command]
+    folders = [arg for arg in rest if not arg.startswith("-")]
+    flags = parse_flags(config, *others, argv=[arg for arg in rest if arg.startswith("-")])
+    n = len(wanted.removesuffix("...").split())
+    if len(folders) < n or (len(folders) > n and not wanted.endswith("...")):
+        fail(f"{script} {command} takes {wanted or 'no folder'} and flags, not {' '.join(folders) or 'flags alone'}")
+    of = lambda kind: {f.name: flags[f.name] for f in dataclasses.fields(kind) if f.name in flags}
+    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a text's characters
+    try:
+        return function(config(**of(config)), *map(of, others), *folders)
+    except (ValueError, RuntimeError, OSError) as e:
+        fail((str(e).splitlines() or [type(e).__name__])[0])
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def parse_flags(*configs, argv=None):

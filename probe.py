@@ -59,7 +59,7 @@ import torch
 import torch.nn.functional as F
 
 import prepare
-from model import DEPTH_ROUTES, GPT, ROUTING_FLAGS, GPTConfig, fail, load_run, parse_flags, read_config, route, watch_routing, wide
+from model import DEPTH_ROUTES, GPT, ROUTING_FLAGS, GPTConfig, fail, load_run, memory, pick_device, read_config, route, run_command, watch_routing, wide
 
 
 @dataclass
@@ -159,7 +159,7 @@ def cost(c, tokens=16_384, itemsize=2, bandwidth=4.2e12, chunk=8):
         weights = r * (c.n_layer * (c.n_head * c.head_dim + c.d_mlp) + d)  # each used once for a token
         result |= {"key_parameters": weights, "key_flops_percent": percent(c, weights), "key_bytes_percent": 100 * r / d}
     if not c.headwise and not projected:  # they have no kernels
-        ours, other = (config.memory(tokens, 1, dtype=torch.bfloat16 if itemsize == 2 else torch.float32) for config in (c, baseline(c)))
+        ours, other = (memory(config, tokens, 1, dtype=torch.bfloat16 if itemsize == 2 else torch.float32) for config in (c, baseline(c)))
         result |= {"bank_bytes": ours["bank"], "activation_bytes": ours["activations"], "training_peak_percent": 100 * ours["peak"] / other["peak"]}
         wide_units = 4 // itemsize  # an fp32 tensor
         pairs = {"push": reads * (3 + 2 * wide_units), "pull": 2 * reads, "chunked": sum(pair_reads(c, chunk))}
@@ -905,7 +905,7 @@ def load(c, name):
     """A run's model with depth routing, its config.json and the device."""
     if c.tokens < 1 or c.batch < 1 or not 0 <= c.seed < 2**63:
         fail("--tokens and --batch must be positive, --seed not negative")
-    device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(c.device)
     model, run = load_run(name, device, c.checkpoint)
     if model.config.route not in DEPTH_ROUTES:
         fail(f"{name} is a {model.config.route} run: it has no depth routing; there is {', '.join(DEPTH_ROUTES)}")
@@ -944,31 +944,15 @@ def write_files(c, result, draw):
         Path(c.json).write_text(text)
 
 
+def report(run, c, *rest):
+    check_files(c)
+    write_files(c, *run(c, *rest))
+
+
 def main():
-    commands = {"cost": (Cost, run_cost, 0), "routing": (Routing, run_routing, 1), "queries": (Queries, run_queries, 1),
-                "compare": (Compare, run_compare, math.inf)}  # flags, function, most folders
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("--help", "-h"):
-        print(__doc__.strip(), f"\n\nprobe.py {{{'|'.join(commands)}}} --help lists the flags")
-        return
-    if command not in commands:
-        fail(f"unknown command {command!r}; there are: {', '.join(commands)}")
-    config, run, names = commands[command]
-    folders = [arg for arg in sys.argv[2:] if not arg.startswith("-")]
-    flags = parse_flags(config, *[GPTConfig] * (command == "cost"), argv=[arg for arg in sys.argv[2:] if arg.startswith("-")])
-    if not min(names, 1) <= len(folders) <= names:
-        fail(f"probe.py {command} takes {({0: 'no run', 1: 'one run'}).get(names, 'one or more runs')}, not {' '.join(folders) or 'none'}")
-    mine = {f.name for f in dataclasses.fields(config)}
-    c = config(**{k: v for k, v in flags.items() if k in mine})
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a text's characters
-    try:
-        check_files(c)
-        result, draw = run(c, {k: v for k, v in flags.items() if k not in mine}) if command == "cost" else run(c, *folders)
-        write_files(c, result, draw)
-    except (ValueError, RuntimeError, AssertionError, OSError) as e:
-        fail((str(e).splitlines() or [type(e).__name__])[0])
-    except KeyboardInterrupt:
-        sys.exit(130)
+    commands = {"cost": (run_cost, "", Cost, GPTConfig), "routing": (run_routing, "RUN", Routing), "queries": (run_queries, "RUN", Queries),
+                "compare": (run_compare, "RUN ...", Compare)}
+    run_command({name: (functools.partial(report, run), *rest) for name, (run, *rest) in commands.items()})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import prepare
-from model import fail, load_run, parse_flags
+from model import fail, load_run, parse_flags, pick_device
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Config:
 
 
 def sample(c):
-    device = c.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(c.device)
     if c.samples < 1 or c.tokens < 1 or c.temperature < 0 or c.top_k < 0 or not 0 <= c.top_p <= 1 or (c.window or 0) < 0 or not 0 <= c.seed < 2**63:
         fail("--samples and --tokens must be positive, --temperature and --top_k, --window and --seed not negative, --top_p from 0 to 1")
     model, run = load_run(c.out, device, c.checkpoint)
@@ -61,7 +61,7 @@ def main():
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a sample's characters
     try:
         sample(config)
-    except (ValueError, RuntimeError, AssertionError, OSError) as e:
+    except (ValueError, RuntimeError, OSError) as e:
         fail((str(e).splitlines() or [type(e).__name__])[0])
     except KeyboardInterrupt:
         sys.exit(130)

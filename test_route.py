@@ -1010,7 +1010,7 @@ def test_fused_generation(kernel):
 def test_a_run_is_loaded_with_kernels_that_are_there(tmp_path):
     for stored, loaded in (("torch", "torch"), ("triton", "auto"), ("auto", "auto")):
         config = GPTConfig(**SMALL, kernel=stored)
-        (tmp_path / "config.json").write_text(json.dumps({"model": vars(config), "train": {"seq": 8}, "data": {"folder": "x"}}))
+        (tmp_path / "config.json").write_text(json.dumps({"model": vars(config), "train": {"seq": 8}, "data": {"folder": "x", "encoding": "bytes"}}))
         torch.save({"model": GPT(config).state_dict()}, tmp_path / "ckpt.pt")
         assert load_run(tmp_path)[0].config.kernel == loaded
 
@@ -2417,12 +2417,12 @@ def test_memory_of_weights_and_optimizer(inside, flags):
     run = trained("memory" + flags.replace(" ", ""), "--steps=1", *flags.split())
     state, run = torch.load(run / "ckpt.pt", weights_only=True), load_run(run)[1]
     c, flat = GPTConfig(**run["model"]), lambda part: {a.data_ptr(): a.nbytes for a in part if a.ndim}
-    plan = c.memory(32, 1, param_dtype=getattr(torch, run["train"]["param_dtype"]), optimizer=run["train"]["optimizer"], ema=bool(state["ema"]))
+    plan = model.memory(c, 32, 1, param_dtype=getattr(torch, run["train"]["param_dtype"]), optimizer=run["train"]["optimizer"], ema=bool(state["ema"]))
     moments = [a for o in state["optimizer"] for s in o["state"].values() for name, a in s.items() if name != "step"]
     # Not read out: gradients have the parameters' dtypes.
     assert plan["parameters"] == plan["gradients"] == sum(flat(state["model"].values()).values())
     assert plan["optimizer"] == sum(flat(moments).values()) and plan["average"] == sum(flat((state["ema"] or {}).values()).values())
-    quarter = c.memory(32, 1, ranks=4, fsdp=True, optimizer=run["train"]["optimizer"], ema=True)
+    quarter = model.memory(c, 32, 1, ranks=4, fsdp=True, optimizer=run["train"]["optimizer"], ema=True)
     assert quarter["parameters"] == round(sum(p.numel() for p in GPT(c).parameters())) and quarter["average"] == quarter["parameters"]
 
 
@@ -2441,7 +2441,7 @@ def test_memory_of_activations(route):
         own = {p.untyped_storage().data_ptr() for p in (x, *rope, *sublayer.parameters())}
         kept = {at: a for at, a in kept.items() if at not in own}
         y.sum().backward()
-    measured, plan = sum(a.nbytes for a in kept.values()), c.memory(T, 1)
+    measured, plan = sum(a.nbytes for a in kept.values()), model.memory(c, T, 1)
     d = 2 * T * c.d_model
     others = 4 * d if route == "baseline" else 0  # the three inputs, which no sublayer keeps for itself, and the last one normed
     assert measured == pytest.approx(plan["activations"] - others, rel=0.03), (measured, plan)
@@ -2451,7 +2451,7 @@ def test_memory_of_activations(route):
 def test_memory_of_the_bank(kernel):
     c = GPTConfig(**SMALL | dict(route="mhar"))
     bank = kernel.Bank(draw(3, 5, c.d_model), draw(c.M + 1, c.H, c.r // c.H), c.ends)
-    assert bank.slots.bank.nbytes + bank.slots.mix.nbytes == c.memory(5, 3, dtype=torch.float32)["bank"]
+    assert bank.slots.bank.nbytes + bank.slots.mix.nbytes == model.memory(c, 5, 3, dtype=torch.float32)["bank"]
 
 
 def test_dry_run(inside):
@@ -2769,7 +2769,7 @@ def fake_run(name, losses, seed=42, speed=1000, norms=(1.0, 3.0), tokens=1024, *
     folder = Path("out", name)
     folder.mkdir(parents=True)
     c, recipe = GPTConfig(**dict(n_layer=2, d_model=32, n_head=4, n_kv_head=2, d_mlp=48, route="baseline") | flags), train.TrainConfig(seed=seed, steps=len(losses))
-    (folder / "config.json").write_text(json.dumps({"model": vars(c), "train": vars(recipe), "data": {"folder": "data/small", "sha256": ["x"]},
+    (folder / "config.json").write_text(json.dumps({"model": vars(c), "train": vars(recipe), "data": {"folder": "data/small", "encoding": "bytes", "sha256": ["x"]},
                                                     "flops_per_token": c.flops(128)}))
     (folder / "log.jsonl").write_text("".join(json.dumps({"step": s, "tokens": tokens * s // len(losses), "loss": 9.0, "grad_norm": norms[s % 2], "tokens_per_s": speed,
                                                           "val_loss": loss}) + "\n" for s, loss in enumerate(losses, 1)))
@@ -2883,13 +2883,13 @@ def test_probe_draws(inside, flags, words):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("nothing", "unknown command"), ("cost --size=1g", "unknown size"), ("cost out/probed", "no run"), ("cost --route=lr --rank=0", "rank"), ("cost --tokens=0", "positive"),
+    ("nothing", "unknown command"), ("cost --size=1g", "unknown size"), ("cost out/probed", "takes no folder"), ("cost --route=lr --rank=0", "rank"), ("cost --tokens=0", "positive"),
     ("cost --sweep", "--route=lr"), ("cost --route=lr --sweep --rank=3", "by itself"), ("cost --route=baseline --plot=x.svg", "none"), ("cost --bandwith=3", "--bandwidth"),
-    ("cost --json=out/probed/config.json", "own files"), ("routing out/probed-mhar --site=2", "--text"), ("cost --json=nowhere/x.json", "no folder"), ("cost --json=out", "is a folder"), ("cost --plot=x.gif", ".png"), ("routing", "one run"), ("routing a b", "one run"), ("routing out/nothing", "is no run"),
+    ("cost --json=out/probed/config.json", "own files"), ("routing out/probed-mhar --site=2", "--text"), ("cost --json=nowhere/x.json", "no folder"), ("cost --json=out", "is a folder"), ("cost --plot=x.gif", ".png"), ("routing", "takes RUN and flags"), ("routing a b", "takes RUN and flags"), ("routing out/nothing", "is no run"),
     ("routing out/plain", "no depth routing"), ("routing out/probed-mhar --tokens=-1", "positive"), ("routing out/probed-mhar --text=a --site=5", "from 1 to 4"),
     ("routing out/probed-mhar --checkpoint=last.pt", "last.pt"), ("queries out/probed --slices=5", "divide"), ("queries out/probed --slices=0", "positive"), ("queries out/probed --query=x", ".safetensors"),
     ("queries nothing.safetensors --query=x", "nothing.safetensors"), ("queries half.safetensors --query=x", "half.safetensors"), ("queries half.safetensors", "names"),
-    ("compare", "one or more runs"), ("compare out/nothing", "no run to compare"), ("compare out/probed --tail=0", "positive"), ("compare out/probed --items", "eval.py"),
+    ("compare", "takes RUN ... and flags"), ("compare out/nothing", "no run to compare"), ("compare out/probed --tail=0", "positive"), ("compare out/probed --items", "eval.py"),
     ("compare out/plain --figure=grid --plot=x.svg --json=x.json", "--route=lr"), ("compare out/plain --figure=heads --plot=x.svg", "--route=mhar"), ("compare out/plain --gain", "three"),
 ])
 def test_probe_refuses(inside, capsys, flags, says):
@@ -3196,8 +3196,8 @@ def test_eval_runs_code_only_if_it_may(harness, capsys):
     ("loss out/bpe --batch_tokens=-1", "--batch_tokens must be 1"),
     ("loss out/bpe --ema", "no moving average"),
     ("loss out/bpe --checkpoint=none.pt", "has no none.pt"),
-    ("loss out/bpe out/plain", "give one run"),
-    ("loss", "give one run"),
+    ("loss out/bpe out/plain", "takes RUN and flags"),
+    ("loss", "takes RUN and flags"),
     ("loss out/nothing", "out/nothing is no run"),
     ("loss out/moved", "is not the data that"),
     ("perplexity out/bpe", "unknown command"),
@@ -3480,7 +3480,7 @@ MEMORY = """if True:
             folder = Path(c.route)
             folder.mkdir()
             torch.save({"model": convert.GPT(c).state_dict()}, folder / "ckpt.pt")
-            (folder / "config.json").write_text(json.dumps({"model": vars(c), "train": {"size": "nano", "seq": 32}, "data": {"folder": "."}}))
+            (folder / "config.json").write_text(json.dumps({"model": vars(c), "train": {"size": "nano", "seq": 32}, "data": {"folder": ".", "encoding": "bytes"}}))
     else:
         peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # ru_maxrss would be the parent's too
         with torch.device("meta"):

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import (DEPTH_ROUTES, GPT, GPTConfig, capture, clip_gradients, fail, kernels, load_run, parse_flags, read_config,
-                   watch_routing)
+from model import (DEPTH_ROUTES, GPT, GPTConfig, capture, clip_gradients, fail, kernels, load_run, memory, parse_flags, pick_device,
+                   read_config, watch_routing)
 
 
 @dataclass
@@ -259,14 +259,7 @@ def train(model_config, c, vocab_given=False):
         if master:
             print(plan(model_config, c, micro, world))
         return
-    best_device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(c.device or best_device)
-        if device.type not in ("cuda", "cpu", "mps"):
-            raise RuntimeError
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        fail(f"--device={c.device} is not to be had here; there is: {best_device}")
+    device = pick_device(c.device, best=("cuda", "mps", "cpu"))
     cuda = device.type == "cuda"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if cuda else torch.float32}[c.dtype]
     if cuda and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -551,8 +544,8 @@ def train(model_config, c, vocab_given=False):
 
 
 def plan(model, c, micro, world):
-    """What --dry_run prints: GPTConfig.memory's arithmetic, and the time that all steps would take at an MFU of 40 %."""
-    bytes_ = model.memory(c.seq, micro, ranks=world, fsdp=c.fsdp, recompute=c.recompute, optimizer=c.optimizer, ema=c.ema > 0,
+    """What --dry_run prints: model.memory's arithmetic, and the time that all steps would take at an MFU of 40 %."""
+    bytes_ = memory(model, c.seq, micro, ranks=world, fsdp=c.fsdp, recompute=c.recompute, optimizer=c.optimizer, ema=c.ema > 0,
                           accumulate=c.batch > micro * world, param_dtype=getattr(torch, c.param_dtype),
                           dtype=torch.float32 if c.dtype == "float32" else torch.bfloat16)
     with torch.device("meta"):
