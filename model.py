@@ -807,20 +807,26 @@ def capture_stream():  # memory of a pool is used again only by what is captured
     return torch.cuda.Stream()
 
 
+def on_capture_stream(step, *inputs):
+    side = capture_stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        outputs = step(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    return outputs
+
+
 def capture(step, *inputs, pool=None):
     """Records step(*inputs) as a CUDA graph, so that the CPU launches it as one piece, and returns (replay, pool):
     replay(*inputs) copies new inputs of the same shapes into place, runs the graph and returns step's outputs, tensors that the next
     replay overwrites. The same holds for gradients that are None when step begins; gradients that exist are added to.
     step runs once before, to compile; not if a pool is given: that of an earlier graph of much the same step, whose memory is
     then used in turn."""
-    static, side = [x.clone() for x in inputs], capture_stream()
-    side.wait_stream(torch.cuda.current_stream())
+    static = [x.clone() for x in inputs]
     if pool is None:
-        with torch.cuda.stream(side):
-            step(*static)
-    torch.cuda.current_stream().wait_stream(side)
+        on_capture_stream(step, *static)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=side):
+    with torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local"):  # NCCL has a thread of its own
         outputs = step(*static)
 
     def replay(*inputs):

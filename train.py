@@ -29,8 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import (DEPTH_ROUTES, GPT, GPTConfig, capture, clip_gradients, fail, kernels, load_run, memory, parse_flags, pick_device,
-                   read_config, watch_routing)
+from model import (DEPTH_ROUTES, GPT, GPTConfig, capture, clip_gradients, fail, kernels, load_run, memory, on_capture_stream, parse_flags,
+                   pick_device, read_config, watch_routing)
 
 
 @dataclass
@@ -91,6 +91,7 @@ RECIPES = {
 }
 PAPERS = {"nano": "ours", "8b": "MHAR mid-training, arXiv 2607.27230"} | {size: "LR, arXiv 2607.09694" for size in RECIPES if size[:3] == "lr-"}
 MAY_CHANGE = {"resume", "eval_only", "dry_run", "log_routing", "wandb", "steps", "eval_every", "eval_tokens", "save_every", "micro", "verify", "device", "compile", "kernel", "recompute"}  # on --resume
+DDP_WARMUP = 11  # steps before DistributedDataParallel may be recorded in a CUDA graph: it times its first ten
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, for the MFU
 
 
@@ -373,7 +374,9 @@ def train(model_config, c, vocab_given=False):
         model.compile_parts()
         if master:
             print("compiling; the first step takes a while ...", flush=True)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 and not c.fsdp else model
+    recorded = cuda and compiled and not c.fsdp  # as CUDA graphs, those of DDP with their communication
+    wrap = lambda: DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped = model if world == 1 or c.fsdp else on_capture_stream(wrap) if recorded else wrap()
     stop = []  # signals that asked for an end
     for s in (signal.SIGTERM, signal.SIGINT) if not c.eval_only else ():
         signal.signal(s, lambda number, frame: stop.append(number))
@@ -388,27 +391,28 @@ def train(model_config, c, vocab_given=False):
     share = slice(rank * c.batch // world, (rank + 1) * c.batch // world)
     n_micro = c.batch // world // micro
 
-    def backward(rows, i):
-        """Micro batch i of a step: adds its gradients (the first replaces them), returns its share of the step's loss."""
-        if i == 0:
+    def backward(rows, first, last):
+        """One micro batch of a step: adds its gradients (the step's first replaces them, the last averages them over the ranks, FSDP
+        each, or each rank would hold all of them); returns its share of the step's loss."""
+        if first:
             model.zero_grad()
-        last = i == n_micro - 1  # gradients are averaged over the ranks once a step (FSDP: each time, or each rank would hold all of them)
         with nullcontext() if last or world == 1 or c.fsdp else wrapped.no_sync():
             loss = loss_of(wrapped, rows) / n_micro
             loss.backward()
         return loss.detach()
 
-    graphs = []  # of the first micro batch and of the others
+    graphs, pool = {}, None  # (first, last) -> replay
 
     def micro_step(rows, i):
-        if not (cuda and compiled and world == 1 and not c.fsdp):
-            return backward(rows, i)
-        if not graphs:
-            replay, pool = capture(lambda rows: backward(rows, 0), rows)
-            graphs.append(replay)
-            if n_micro > 1:
-                graphs.append(capture(lambda rows: backward(rows, 1), rows, pool=pool)[0])
-        return graphs[i > 0](rows)
+        nonlocal pool
+        kind = i == 0, world > 1 and i == n_micro - 1
+        if not recorded:
+            return backward(rows, *kind)
+        if world > 1 and step - begun < DDP_WARMUP:
+            return on_capture_stream(backward, rows, *kind)
+        if kind not in graphs:
+            graphs[kind], pool = capture(lambda rows: backward(rows, *kind), rows, pool=pool)
+        return graphs[kind](rows)
 
     @torch.no_grad()
     def evaluate():
@@ -468,7 +472,7 @@ def train(model_config, c, vocab_given=False):
         else:
             save_weights("ckpt.pt", out / "ckpt_prev.pt", optimizer=[o.state_dict() for o in steppers], best=best)
 
-    started, first = time.time(), step
+    started, begun = time.time(), step
     rows = to_device(train_data.batch(step, c.batch, c.seed, share))
     while step < c.steps:
         t0 = time.time()
@@ -508,7 +512,7 @@ def train(model_config, c, vocab_given=False):
             log.write(json.dumps(entry) + "\n")
             if c.wandb:
                 wandb.log(entry, step=step)
-            pace = (time.time() - started) / (step - first)  # seconds a step so far, evaluations and all
+            pace = (time.time() - started) / (step - begun)  # seconds a step so far, evaluations and all
             left = pace * (c.steps - step)
             line = f"step {step}/{c.steps}  loss {loss:.3f}  {c.batch * c.seq / pace:,.0f} tokens/s  {left // 60:.0f}:{left % 60:02.0f} left"
             if "val_loss" in entry:
