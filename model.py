@@ -33,6 +33,7 @@ from typing import Literal, get_args, get_type_hints
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -487,7 +488,8 @@ class Attention(nn.Module):
         if mask is None or torch.is_tensor(mask):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, enable_gqa=True)
         else:
-            y = compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+            flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+            y = flex(q, k, v, block_mask=mask, enable_gqa=True)
         hidden = y.transpose(1, 2).flatten(2)  # [B, T, n_head * head_dim]
         return self.o(hidden), hidden if self.keys == "projected" else None
 
@@ -509,14 +511,12 @@ class MLP(nn.Module):
 
 @functools.cache
 def compiled_flex_attention():
-    from torch.nn.attention.flex_attention import flex_attention
     return torch.compile(flex_attention)
 
 
 def document_mask(docs):
     """docs [B, T], the number of each token's document -> what Attention takes as mask: causal, within a document."""
     if docs.is_cuda:
-        from torch.nn.attention.flex_attention import create_block_mask
         same = lambda b, h, q, k: (q >= k) & (docs[b, q] == docs[b, k])
         return create_block_mask(same, docs.shape[0], None, docs.shape[1], docs.shape[1], device=docs.device)
     return (docs[:, None, :, None] == docs[:, None, None, :]).tril()
@@ -706,7 +706,8 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     activations                                 what the sublayers keep for backward: inputs and normed inputs (where a read has done the
                                                 norm, both are the bank's mix, and the weights times the norm's gain are kept), Q and K
                                                 before and after rotation, V, attention's output (twice), gate, up and their product;
-                                                with recompute only the inputs, and all of one sublayer
+                                                the matrices in dtype if they are stored wider; with recompute only the inputs, and
+                                                all of one sublayer
     head                                        one chunk's logits and their gradient, the gradient of the head
     peak                                        at the head, or at the optimizer's step, whichever is more
     """
@@ -716,8 +717,8 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     rows, size, tokens, d = c.vocab_size, dtype.itemsize, seq * micro, c.d_model
     fp32 = lambda name, p: fsdp or p.ndim < 2 or name.startswith("router.")
     stored = {name: p.numel() * (4 if fp32(name, p) else param_dtype.itemsize) / (ranks if fsdp else 1) for name, p in named.items()}
-    inside = sum(stored[name] for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2)
-    total, q, kv = sum(stored.values()), c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    matrices = {name: p.numel() for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2}
+    total, inside, q, kv = sum(stored.values()), sum(stored[name] for name in matrices), c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     routed = c.route in DEPTH_ROUTES
     copies = HC_STREAMS if c.route == "hc" else 0 if routed and not c.delta else 1
     attention, mlp = 4 * q + (3 if c.qk_norm else 2) * kv, 3 * c.d_mlp
@@ -725,7 +726,12 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
         kept = copies * d * (c.M + 1) + d + max(attention, mlp)
     else:
         kept = (copies + (copies > 0)) * d * (c.M + 1) + c.n_layer * (attention + mlp)
-    scaled = c.n_layer * d * (q + 2 * kv + 2 * c.d_mlp) if copies == 0 and c.norm_gain and not recompute else 0
+    if recompute:
+        copied = 0
+    elif param_dtype.itemsize > size and not fsdp:
+        copied = sum(matrices.values())
+    else:
+        copied = c.n_layer * d * (q + 2 * kv + 2 * c.d_mlp) if copies == 0 and c.norm_gain else 0
     chunk = -(-tokens // LinearCrossEntropy.chunks(tokens, rows))
     sizes = {
         "parameters": total, "gradients": total, "optimizer": 2 * total - (inside if optimizer == "muon" else 0),
@@ -733,7 +739,7 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
         "buckets": total if ranks > 1 and not fsdp else 0,
         "gathered": (1 if c.tied else 2) * rows * d * 4 * 2 + 2 * max(2 * d * (q + kv), 3 * d * c.d_mlp) * size if fsdp else 0,
         "bank": 2 * (c.M + 1) * tokens * d * size if routed else 0,
-        "activations": (kept * tokens + scaled) * size,
+        "activations": (kept * tokens + copied) * size,
         "head": (2 * chunk + d) * rows * size,
     }
     always = sum(sizes[name] for name in ("parameters", "optimizer", "average", "buckets", "gathered"))

@@ -2426,14 +2426,15 @@ def test_memory_of_weights_and_optimizer(inside, flags):
     assert quarter["parameters"] == round(sum(p.numel() for p in GPT(c).parameters())) and quarter["average"] == quarter["parameters"]
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("route", ["baseline", "mhar"])
-def test_memory_of_activations(route):
+def test_memory_of_activations(route, stored):
     """Against what the compiler's partition really keeps of each kind of sublayer; no compiler for the CPU is needed for that."""
     c, T = GPTConfig(n_layer=1, d_model=128, n_head=4, n_kv_head=2, head_dim=48, d_mlp=320, route=route, vocab_size=16), 1024
     rope, kept, normed = [a.float() for a in model.rotary(c, 0, T, torch.device("cpu"))], {}, route != "baseline"
     for kind in (model.Attention, model.MLP):
         sublayer = kind(c)
-        GPT.cast_parameters(sublayer, torch.bfloat16)
+        GPT.cast_parameters(sublayer, stored)
         sublayer.compile(backend="aot_eager_decomp_partition")
         x = torch.randn(1, T, c.d_model, dtype=torch.bfloat16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda a: kept.__setitem__(a.untyped_storage().data_ptr(), a) or a, lambda a: a):
@@ -2441,7 +2442,7 @@ def test_memory_of_activations(route):
         own = {p.untyped_storage().data_ptr() for p in (x, *rope, *sublayer.parameters())}
         kept = {at: a for at, a in kept.items() if at not in own}
         y.sum().backward()
-    measured, plan = sum(a.nbytes for a in kept.values()), model.memory(c, T, 1)
+    measured, plan = sum(a.nbytes for a in kept.values()), model.memory(c, T, 1, param_dtype=stored)
     d = 2 * T * c.d_model
     others = 4 * d if route == "baseline" else 0  # the three inputs, which no sublayer keeps for itself, and the last one normed
     assert measured == pytest.approx(plan["activations"] - others, rel=0.03), (measured, plan)

@@ -491,9 +491,11 @@ def train(model_config, c, vocab_given=False):
         for optimizer in steppers:
             optimizer.step()
         if ema:
-            torch._foreach_lerp_(list(ema.values()), [p.detach().float() for p in params.values()], 1 - c.ema)
+            torch._foreach_mul_(list(ema.values()), c.ema)
+            torch._foreach_add_(list(ema.values()), [p.detach() for p in params.values()], alpha=1 - c.ema)  # bf16 is added to fp32 as it is
         if step + 1 < c.steps:
             rows = to_device(train_data.batch(step + 1, c.batch, c.seed, share))
+        peak = torch.cuda.max_memory_reserved() if cuda else None  # reserved: a graph's replay allocates nothing
         loss, signals, grad_norm = torch.cat([total, grad_norm.view(1)]).tolist()  # the step's one synchronization
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             sys.exit(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the run stops, what {out} has saved stays as it was")
@@ -505,7 +507,7 @@ def train(model_config, c, vocab_given=False):
         entry = {"step": step, "tokens": step * c.batch * c.seq, "loss": loss, "lr": lr, "grad_norm": grad_norm,
                  "tokens_per_s": round(speed),
                  "mfu": round(speed * flops / peak_flops / world, 4) if peak_flops else None,
-                 "peak_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3) if cuda else None}  # reserved: a graph's replay allocates nothing
+                 "peak_gib": round(peak / 2**30, 3) if cuda else None}
         if step % c.eval_every == 0 or step == c.steps:
             entry |= evaluations()
         if master:
