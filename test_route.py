@@ -5,6 +5,7 @@ over tokens, heads and sources; nothing in it is fast and nothing is shared with
 kernels against reads in float64: in Triton's interpreter, or on a GPU, where more is tried. Then data and training, as commands that a person types.
 """
 import copy
+import functools
 import gc
 import gzip
 import hashlib
@@ -48,6 +49,7 @@ import train
 from model import GPT, SIZES, GPTConfig, load_run, parse_flags, rotary, route
 
 torch.set_num_threads(1)
+HERE = Path(__file__).parent
 T = 7  # tokens
 SMALL = dict(n_layer=3, d_model=16, n_head=4, n_kv_head=2, head_dim=6, d_mlp=20, vocab_size=23, norm_eps=0.01)  # eps large enough to see
 ROUTES = {  # every route; the first column is the test's name
@@ -995,7 +997,7 @@ def run_model(name, dtype, kernel, device=DEVICE):
     """A small GPT, its loss and all gradients."""
     net = build(dtype=torch.float32, noise=0.2, kernel=kernel, d_model=48, **ROUTES[name]).to(device, dtype)
     net.dtype = dtype
-    loss = net(tokens(length=5).to(device), tokens(2, length=5).to(device))
+    loss = net(tokens(length=3).to(device), tokens(2, length=3).to(device))
     loss.backward()
     return net, {"loss": loss.detach().cpu()} | {n: p.grad.cpu() for n, p in net.named_parameters()}
 
@@ -1004,8 +1006,8 @@ def run_model(name, dtype, kernel, device=DEVICE):
 def test_fused_model(kernel, name):
     """Every route that has kernels is as close to float64 as plain PyTorch: 1.5 times its error, up to the luck of a tensor."""
     net, truth = run_model(name, torch.float64, "torch", "cpu")
-    logits = torch.tensor(naive_gpt(net.config, net.state_dict(), tokens(length=5)[0].tolist()))
-    assert truth["loss"].item() == pytest.approx(F.cross_entropy(logits, tokens(2, length=5)[0]).item(), rel=1e-9)
+    logits = torch.tensor(naive_gpt(net.config, net.state_dict(), tokens(length=3)[0].tolist()))
+    assert truth["loss"].item() == pytest.approx(F.cross_entropy(logits, tokens(2, length=3)[0]).item(), rel=1e-9)
     fused, plain = (run_model(name, torch.float32, kernel)[1] for kernel in ("triton", "torch"))
     assert not all(torch.equal(fused[n], plain[n]) for n in truth)  # the kernels ran
     ours, theirs = ([error(x[n], truth[n]) for n in truth] for x in (fused, plain))
@@ -1029,7 +1031,7 @@ def test_a_run_is_loaded_with_kernels_that_are_there(tmp_path):
 
 
 # The interpreter accepts what the compiler refuses, so the compiler is asked too: every launch of a bank and of a read is compiled
-# for an H100 or H200, which needs no GPU, and not run.
+# for an H100 or H200, which needs no GPU, and not run. One process for all cases, beside the other tests.
 COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
@@ -1051,26 +1053,40 @@ def run(self, *args, grid, warmup, **options):
 triton.runtime.jit.JITFunction.run = run
 import kernel
 kernel.CHUNK = 3
-M, d, H, R, ends, norm, prenorm, dtype = eval(sys.argv[1])
-x, query = torch.zeros(2, d, dtype=dtype, requires_grad=True), torch.zeros(M + 1, H, R, requires_grad=True)
-bank = kernel.Bank(x, query, ends, norm=norm, prenorm=prenorm)
-for t in range(M):
-    bank.write(bank.read(t) * 2)
-(bank.read(M).sum() + kernel.route([x, x], query[0], norm=norm).sum()).backward()
-print(*sorted({key.split("'")[1] for key in done}))
+for case in sys.argv[1:]:
+    done.clear()
+    M, d, H, R, ends, norm, prenorm, dtype = eval(case)
+    x, query = torch.zeros(2, d, dtype=dtype, requires_grad=True), torch.zeros(M + 1, H, R, requires_grad=True)
+    bank = kernel.Bank(x, query, ends, norm=norm, prenorm=prenorm)
+    for t in range(M):
+        bank.write(bank.read(t) * 2)
+    (bank.read(M).sum() + kernel.route([x, x], query[0], norm=norm).sum()).backward()
+    print(*sorted({key.split("'")[1] for key in done}), flush=True)
 """
+COMPILED = {
+    "8, 1280, 8, 160, range(1, 9), 'full', True, torch.bfloat16": "ahead dq pull_ahead pull read",
+    "7, 1536, 1, 384, (2, 4, 5, 7), 'slice', False, torch.bfloat16": "dq pull read",  # pairs
+    "8, 512, 1, 512, range(1, 9), 'full', False, torch.float32": "ahead dq pull_ahead pull read"}
 
 
-@pytest.mark.parametrize("case, kinds", [
-    ("8, 1280, 8, 160, range(1, 9), 'full', True, torch.bfloat16", "ahead dq pull_ahead pull read"),
-    ("7, 1536, 1, 384, (2, 4, 5, 7), 'slice', False, torch.bfloat16", "dq pull read"),  # pairs
-    ("8, 512, 1, 512, range(1, 9), 'full', False, torch.float32", "ahead dq pull_ahead pull read")])
-def test_fused_compiles_for_a_gpu(case, kinds):
+@pytest.fixture(scope="session", autouse=True)
+def compiler(request):
+    if any("compiles_for" in item.name for item in request.session.items):
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, "-c", COMPILE, *COMPILED], env=environment, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        yield functools.cache(lambda: (*process.communicate(), process.returncode))
+        process.kill()
+    else:
+        yield
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_fused_compiles_for_a_gpu(compiler, case):
     pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE, case], env=environment, cwd=Path(model.__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == sorted(f"{kind}_kernel" for kind in (kinds + " route route_backward").split())
+    out, err, code = compiler()
+    lines = dict(zip(COMPILED, out.splitlines()))
+    assert case in lines, err[-2000:]
+    assert lines[case].split() == sorted(f"{kind}_kernel" for kind in (COMPILED[case] + " route route_backward").split()) and not code
 
 
 # On a GPU only: sizes, bf16, bits, memory, CUDA graphs.
@@ -1268,13 +1284,11 @@ def test_bench_without_a_gpu(command):
     assert (code, err.count("\n")) == ((2, 1) if command else (0, 0)), err
 
 
-def test_kernels_are_refused_where_they_cannot_run(monkeypatch, capsys):
+def test_kernels_are_refused_where_they_cannot_run(tmp_path):
     assert model.kernels("torch", "cuda") is None and model.kernels("auto", "cpu") is None
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(SystemExit) as stop:
-        inline(train, "--kernel=triton", "--device=cpu")
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.startswith("error: kernel=triton needs CUDA") and err.count("\n") == 1
+    code = "import model, train\nmodel.kernels.cache_clear(), train.main()"
+    (code, _, err), = finished(code, "--kernel=triton", "--device=cpu", cwd=tmp_path, TRITON_INTERPRET="")
+    assert code == 2 and err.startswith("error: kernel=triton needs CUDA") and err.count("\n") == 1, err
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1741,7 +1755,6 @@ def test_prepare_tokenizer_json(tmp_path, monkeypatch):
 # Training: commands as a person types them, on a small data set and a tiny model.
 
 TINY = "--n_layer=2 --d_model=32 --n_head=4 --n_kv_head=2 --d_mlp=48 --seq=32 --batch=4 --steps=40 --warmup=5 --eval_every=20 --eval_tokens=256 --save_every=6 --device=cpu".split()
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -1830,14 +1843,16 @@ def test_a_killed_run_resumes_to_the_same_losses(folder, ranks):
     whole, killed = folder / f"out/whole{ranks}", folder / f"out/killed{ranks}"
     flags, ranks = [*TINY, "--data=small", "--steps=100", "--eval_every=50"], ranks if ranks > 1 else 0
     call("train.py", *flags, f"--out={whole}", cwd=folder, ranks=ranks)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    process = subprocess.Popen([sys.executable, *launcher, HERE / "train.py", *flags, f"--out={killed}"], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # as a person types it
+    if ranks:  # as a person types it
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", HERE / "train.py", *flags, f"--out={killed}"]
+        process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    else:
+        process = start("import train; train.main()", *flags, f"--out={killed}", cwd=folder)
     wait_for(killed, random.randint(7, 50), process)
     for line in subprocess.run(["ps", "-Awwo", "pid,args"], capture_output=True, text=True).stdout.splitlines():
         if f"--out={killed}" in line:  # torchrun and its ranks, which are not in one process group
             os.kill(int(line.split()[0]), signal.SIGKILL)
-    process.wait()
+    process.kill(), process.wait()
     assert len(losses(killed)) < 100
     call("train.py", f"--resume={killed}", cwd=folder, ranks=ranks)
     assert losses(killed) == losses(whole) and len(losses(whole)) == 100
@@ -1870,7 +1885,7 @@ def test_every_route_learns(inside, flags):
 
 def test_accumulation_equals_one_batch(inside):
     for micro in (4, 1):
-        inline(train, *TINY, "--data=small", f"--micro={micro}", f"--out=out/micro{micro}")
+        inline(train, *TINY, "--data=small", "--steps=12", f"--micro={micro}", f"--out=out/micro{micro}")
     one, four = losses(inside / "out/micro4"), losses(inside / "out/micro1")
     assert all(abs(one[s] - four[s]) < 1e-5 for s in one)
 
@@ -2790,6 +2805,7 @@ def test_probe_queries_of_a_run(inside):
 def test_probe_memory(inside):
     """What is alive between two batches does not grow with the tokens."""
     m, run, options = probed("mhar", n=24)
+    gc.collect(), gc.freeze()  # what there is already is not looked at again
     hidden, alive = m.hidden, []
 
     def spy(*args):
@@ -2801,6 +2817,7 @@ def test_probe_memory(inside):
         alive.clear()
         call()
         assert len(alive) == 6 and alive[2] <= alive[1] and alive[5] <= alive[4]  # the second half of the text has sums of its own
+    gc.unfreeze()
 
 
 def fake_run(name, losses, seed=42, speed=1000, norms=(1.0, 3.0), tokens=1024, **flags):
@@ -3510,9 +3527,10 @@ def test_wrong_conversions_are_one_line(inside, capsys, flags, says):
 
 
 MEMORY = """if True:
-    import os, re, sys, torch, convert
+    import ctypes, os, re, sys, torch, convert
     from pathlib import Path
     import safetensors.torch
+    ctypes.CDLL(None).mallopt(-3, 65_536)  # M_MMAP_THRESHOLD: tensors get pages of their own, not what a parent has freed
     peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # ru_maxrss would be the parent's too
     with torch.device("meta"):
         convert.GPT(convert.GPTConfig())  # loads more of torch
@@ -3529,8 +3547,5 @@ def test_conversions_need_little_memory(tmp_path):
     pytest.importorskip("safetensors")
     for route in ("attnres", "baseline"):
         store(tmp_path / route, GPT(GPTConfig(d_model=256, d_mlp=1024, vocab_size=40_000, route=route, tied=False)))
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=tmp_path, capture_output=True, text=True, env=environment)  # no fork: memory of its own
-    assert done.returncode == 0, done.stderr
-    growth = [float(line) for line in done.stdout.splitlines()[1::2]]
+    growth = [float(line) for line in call(MEMORY, cwd=tmp_path).splitlines()[1::2]]
     assert len(growth) == 3 and 0.9 < growth[0] and growth[2] < 1.3, growth
