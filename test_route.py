@@ -1074,10 +1074,7 @@ def compiler(request):
     if any("compiles_for" in item.name for item in request.session.items):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, "-c", COMPILE, *COMPILED], env=environment, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        yield functools.cache(lambda: (*process.communicate(), process.returncode))
-        process.kill()
-    else:
-        yield
+        return functools.cache(lambda: (*process.communicate(), process.returncode))
 
 
 @pytest.mark.parametrize("case", COMPILED)
@@ -1783,11 +1780,9 @@ def start(code, *flags, cwd, **env):
     def run():
         status = 1
         try:
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as exec would; Popen waits for one of them
-            gc.enable(), os.environ.update(env)
+            os.closerange(3, os.sysconf("SC_OPEN_MAX")), gc.enable(), os.environ.update(env)  # exec would close them too; Popen waits for one
             sys.argv, sys.stdout, sys.stderr = ["-c", *flags], open(1, "w"), open(2, "w", buffering=1)
-            exec(code, {"__name__": "__main__"})
-            status = 0
+            status = exec(code, {"__name__": "__main__"}) or 0
         except SystemExit as e:
             status = e.code if isinstance(e.code, int) else bool(e.code) and (print(e.code, file=sys.stderr), 1)[1]
         except BaseException:
@@ -1809,11 +1804,11 @@ def finished(script, *flags, cwd, ranks=0, **env):
         outputs = [process.communicate(timeout=300) for process in started]
         return [(process.returncode, *texts) for process, texts in zip(started, outputs)]
     finally:
-        for process in started:
-            process.kill()
+        [process.kill() for process in started]
 
 
 def call(*args, **options):
+    """Its standard output; for ranks, the first one's."""
     done = finished(*args, **options)
     assert not any(code for code, *_ in done), done
     return done[0][1]
