@@ -420,7 +420,7 @@ def train_once(config, whole, seq, b):
     step(backward)  # before there is a graph: the allocator does not see the peaks within a replay
     peak = (torch.cuda.max_memory_allocated() - base) / 2**30
     if b.graph:
-        backward = capture(backward, rows)[0]
+        backward = capture(backward, rows, free=net.zero_grad)[0]
     step(backward)
     torch.cuda.synchronize()
     first = time.time() - start

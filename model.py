@@ -822,15 +822,17 @@ def on_capture_stream(step, *inputs):
     return outputs
 
 
-def capture(step, *inputs, pool=None):
+def capture(step, *inputs, pool=None, free=None):
     """Records step(*inputs) as a CUDA graph, so that the CPU launches it as one piece, and returns (replay, pool):
     replay(*inputs) copies new inputs of the same shapes into place, runs the graph and returns step's outputs, tensors that the next
     replay overwrites. The same holds for gradients that are None when step begins; gradients that exist are added to.
-    step runs once before, to compile; not if a pool is given: that of an earlier graph of much the same step, whose memory is
-    then used in turn."""
+    step runs once before, to compile, and free() then drops the gradients that it left: memory that is half full of them would be of
+    no use to the graph. Neither if a pool is given: that of an earlier graph of much the same step, whose memory is then used in turn."""
     static = [x.clone() for x in inputs]
     if pool is None:
         on_capture_stream(step, *static)
+        if free:
+            free()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local"):  # NCCL has a thread of its own
         outputs = step(*static)

@@ -1780,7 +1780,8 @@ def start(code, *flags, cwd, **env):
     def run():
         status = 1
         try:
-            os.closerange(3, os.sysconf("SC_OPEN_MAX")), gc.enable(), os.environ.update(env)  # exec would close them too; Popen waits for one
+            null = os.open(os.devnull, os.O_RDWR)  # files of the parent (Popen waits for one), whose numbers must not be given again
+            [os.dup2(null, int(fd)) for fd in os.listdir("/proc/self/fd") if int(fd) > 2], gc.enable(), os.environ.update(env)
             sys.argv, sys.stdout, sys.stderr = ["-c", *flags], open(1, "w"), open(2, "w", buffering=1)
             status = exec(code, {"__name__": "__main__"}) or 0
         except SystemExit as e:
@@ -1810,7 +1811,7 @@ def finished(script, *flags, cwd, ranks=0, **env):
 def call(*args, **options):
     """Its standard output; for ranks, the first one's."""
     done = finished(*args, **options)
-    assert not any(code for code, *_ in done), done
+    assert not any(code for code, *_ in done), "\n".join(f"exit code {code}\n{err[-3000:]}" for code, _, err in done)
     return done[0][1]
 
 

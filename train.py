@@ -71,12 +71,12 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the backbone's matrices; everything else stays fp32
     fsdp: bool = False  # under torchrun: shard parameters (stored in fp32), gradients, optimizer and average over the ranks (FSDP2)
     recompute: bool = False  # compute the sublayers' activations again in backward instead of keeping them
-    compile: bool | None = None  # torch.compile the parts, and on a single GPU record a micro batch as a CUDA graph; unset: on CUDA
+    compile: bool | None = None  # torch.compile the parts and, but for fsdp, record micro batches as CUDA graphs; unset: on CUDA
 
 
 _mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, param_dtype="bfloat16",
              eval_every=500, eval_tokens=262_144, save_every=1000)  # an evaluation takes half a percent of the time
-_mhar_2048 = dict(_mhar, seq=2048, batch=64, eval_tokens=1_048_576)
+_mhar_2048 = dict(_mhar, seq=2048, batch=64)
 _lr = dict(_mhar_2048, param_dtype="float32", batch=128, steps=76_294, optimizer="muon", lr=3e-4, z_loss=1e-5, schedule="linear", warmup=2000, doc_mask=True)
 RECIPES = {
     "nano": dict(),
@@ -411,7 +411,7 @@ def train(model_config, c, vocab_given=False):
         if world > 1 and step - begun < DDP_WARMUP:
             return on_capture_stream(backward, rows, *kind)
         if kind not in graphs:
-            graphs[kind], pool = capture(lambda rows: backward(rows, *kind), rows, pool=pool)
+            graphs[kind], pool = capture(lambda rows: backward(rows, *kind), rows, pool=pool, free=model.zero_grad)
         return graphs[kind](rows)
 
     @torch.no_grad()
