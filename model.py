@@ -432,12 +432,28 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """Weights are cast to the activations' dtype, so fp32 parameters can compute in bf16."""
 
-    def scaled(self, gain, dtype):
-        return (self.weight if gain is None else self.weight * gain).to(dtype)
-
     def forward(self, x, gain=None):
         """gain: that of a norm before, where x comes without it."""
-        return F.linear(x, self.scaled(gain, x.dtype))
+        if gain is None and self.weight.dtype == x.dtype:
+            return F.linear(x, self.weight)
+        return ScaledLinear.apply(x, self.weight, gain)
+
+
+class ScaledLinear(torch.autograd.Function):
+    """y = x (W gain)^T. Backward has W itself, dx = (dy W) gain: a W that was cast or has a gain in it need not be kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gain):
+        ctx.save_for_backward(x, weight, gain)
+        return F.linear(x, (weight if gain is None else weight * gain).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, gain = ctx.saved_tensors
+        dx, dweight = dy @ weight.to(dy.dtype), wide(dy.flatten(0, -2).T @ x.flatten(0, -2))
+        if gain is None:
+            return dx, dweight.to(weight.dtype), None
+        return (dx * gain).to(dx.dtype), (dweight * gain).to(weight.dtype), (dweight * weight).sum(0)
 
 
 def rotary(config, start, length, device):
@@ -473,7 +489,7 @@ class Attention(nn.Module):
     def project(self, x, linear, gain):
         """x [B, T, d], or [KV, B, T, d] with an own input for each KV group (headwise) -> [B, heads, T, head_dim]."""
         if x.ndim == 4:
-            y = torch.einsum("gbtd,god->btgo", x, linear.scaled(gain, x.dtype).unflatten(0, (len(x), -1))).flatten(2)
+            y = torch.einsum("gbtd,god->btgo", x, linear.weight.to(x.dtype).unflatten(0, (len(x), -1))).flatten(2)
         else:
             y = linear(x, gain)
         return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -704,10 +720,9 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     gathered                                    fsdp: embedding and head in fp32 with their gradients, two sublayers in dtype
     bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
     activations                                 what the sublayers keep for backward: inputs and normed inputs (where a read has done the
-                                                norm, both are the bank's mix, and the weights times the norm's gain are kept), Q and K
-                                                before and after rotation, V, attention's output (twice), gate, up and their product;
-                                                the matrices in dtype if they are stored wider; with recompute only the inputs, and
-                                                all of one sublayer
+                                                norm, both are the bank's mix), Q and K before and after rotation, V, attention's output
+                                                (twice), gate, up and their product; matrices that were cast and not scaled by a norm's
+                                                gain; with recompute only the inputs, and all of one sublayer
     head                                        one chunk's logits and their gradient, the gradient of the head
     peak                                        at the head, or at the optimizer's step, whichever is more
     """
@@ -717,8 +732,8 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     rows, size, tokens, d = c.vocab_size, dtype.itemsize, seq * micro, c.d_model
     fp32 = lambda name, p: fsdp or p.ndim < 2 or name.startswith("router.")
     stored = {name: p.numel() * (4 if fp32(name, p) else param_dtype.itemsize) / (ranks if fsdp else 1) for name, p in named.items()}
-    matrices = {name: p.numel() for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2}
-    total, inside, q, kv = sum(stored.values()), sum(stored[name] for name in matrices), c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    inside = sum(stored[name] for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2)
+    total, q, kv = sum(stored.values()), c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     routed = c.route in DEPTH_ROUTES
     copies = HC_STREAMS if c.route == "hc" else 0 if routed and not c.delta else 1
     attention, mlp = 4 * q + (3 if c.qk_norm else 2) * kv, 3 * c.d_mlp
@@ -726,12 +741,9 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
         kept = copies * d * (c.M + 1) + d + max(attention, mlp)
     else:
         kept = (copies + (copies > 0)) * d * (c.M + 1) + c.n_layer * (attention + mlp)
-    if recompute:
-        copied = 0
-    elif param_dtype.itemsize > size and not fsdp:
-        copied = sum(matrices.values())
-    else:
-        copied = c.n_layer * d * (q + 2 * kv + 2 * c.d_mlp) if copies == 0 and c.norm_gain else 0
+    cast = 0 if recompute or fsdp or param_dtype.itemsize <= size else c.n_layer * d * (q + c.d_mlp)
+    if cast and not (copies == 0 and c.norm_gain):
+        cast += c.n_layer * d * (q + 2 * kv + 2 * c.d_mlp)
     chunk = -(-tokens // LinearCrossEntropy.chunks(tokens, rows))
     sizes = {
         "parameters": total, "gradients": total, "optimizer": 2 * total - (inside if optimizer == "muon" else 0),
@@ -739,7 +751,7 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
         "buckets": total if ranks > 1 and not fsdp else 0,
         "gathered": (1 if c.tied else 2) * rows * d * 4 * 2 + 2 * max(2 * d * (q + kv), 3 * d * c.d_mlp) * size if fsdp else 0,
         "bank": 2 * (c.M + 1) * tokens * d * size if routed else 0,
-        "activations": (kept * tokens + copied) * size,
+        "activations": (kept * tokens + cast) * size,
         "head": (2 * chunk + d) * rows * size,
     }
     always = sum(sizes[name] for name in ("parameters", "optimizer", "average", "buckets", "gathered"))

@@ -2464,6 +2464,21 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder):
     assert list(losses(run)) == list(range(1, 13)) and all(map(math.isfinite, losses(run).values()))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_linear_with_a_norms_gain(scaled):
+    g = torch.Generator().manual_seed(1)
+    x, w, gain = (torch.randn(size, generator=g, dtype=torch.float64, requires_grad=True) for size in ((2, 3, 5), (4, 5), (5,)))
+    y = model.ScaledLinear.apply(x, w, gain if scaled else None)
+    for b, t, o in ((0, 0, 0), (1, 2, 3), (0, 1, 2)):
+        naive = sum(x[b, t, i].item() * w[o, i].item() * (gain[i].item() if scaled else 1) for i in range(5))
+        assert y[b, t, o].item() == pytest.approx(naive, rel=1e-12)
+    torch.autograd.gradcheck(lambda *args: model.ScaledLinear.apply(*args, *(() if scaled else (None,))), (x, w, gain)[:2 + scaled])
+    low = [a.detach().to(dtype).requires_grad_() for a, dtype in ((x, torch.bfloat16), (w, torch.float32), (gain, torch.float32))]
+    grads = [torch.autograd.grad(model.ScaledLinear.apply(*a[:2], a[2] if scaled else None).square().sum(), a[:2 + scaled]) for a in (low, (x, w, gain))]
+    for a, b, leaf in zip(*grads, low):
+        assert a.dtype == leaf.dtype and (a - b).norm() < 2e-2 * b.norm()
+
+
 # What a run needs, by arithmetic
 
 
