@@ -49,7 +49,7 @@ class GPTConfig:
     n_kv_head: int = 2  # its key and value heads
     head_dim: int | None = None  # width of one of these heads; unset: d_model / n_head
     d_mlp: int = 384  # hidden width of the MLP
-    vocab_size: int = 257  # rows of the embedding
+    vocab_size: int = 257  # rows of the embedding; unset: the data's (a preset's own counts for --dry_run alone)
     tied: bool = True  # the output head is the embedding
     qk_norm: bool = True  # RMSNorm of every token-attention query and key
     norm_gain: bool = True  # learned gains in the backbone's norms
@@ -262,7 +262,7 @@ def kernels(choice, device_type):
 
 class Residual:
     """x = x + y."""
-    normed = False  # whether what read() returns has the sublayer's RMSNorm behind it, but for its gain
+    normed = False  # whether read() returns x / rms(x), so that the sublayer's norm has only its gain to apply
 
     @staticmethod
     def init(config):
@@ -328,7 +328,7 @@ class Depth:
     def init(config):
         c, shape = config, (config.M + 1, config.H, config.r // config.H)
         params = {"query": torch.zeros(shape)} | ({"gain": torch.ones(shape)} if c.gain else {})
-        if c.headwise:  # sites 0, 2, 4, ... (attention): a full-width query for each KV group; their rows of query rest
+        if c.headwise:  # sites 0, 2, 4, ... (attention): a full-width query for each KV group; their rows of query are unused
             shape = (c.n_layer, c.n_kv_head, c.d_model)
             params |= {"group_query": torch.zeros(shape)} | ({"group_gain": torch.ones(shape)} if c.gain else {})
         if c.keys == "projected":  # r more rows for each output projection (LR appendix C), and the embedding's own
@@ -348,7 +348,7 @@ class Depth:
         self.kernel = kernels(config.kernel, x.device.type) if fused else None
         self.bank, self.normed = None, False
         if self.kernel and not config.headwise:
-            self.normed = self.fuse_norm and torch.is_grad_enabled()  # costs a scaled copy of the weights: not for one token
+            self.normed = self.fuse_norm and torch.is_grad_enabled()  # the gain goes to the weights then: too much for one token
             self.bank = self.kernel.Bank(x, self.query, config.ends, norm=config.norm, eps=config.norm_eps, prenorm=self.normed)
 
     def mix(self, t, sources, query):
@@ -720,11 +720,13 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     gathered                                    fsdp: embedding and head in fp32 with their gradients, two sublayers in dtype
     bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
     activations                                 what the sublayers keep for backward: inputs and normed inputs (where a read has done the
-                                                norm, both are the bank's mix), Q and K before and after rotation, V, attention's output
+                                                norm, both are the bank's mix), Q and K before and after rotation (without qk_norm after), V, attention's output
                                                 (twice), gate, up and their product; matrices that were cast and not scaled by a norm's
                                                 gain; with recompute only the inputs, and all of one sublayer
     head                                        one chunk's logits and their gradient, the gradient of the head
     peak                                        at the head, or at the optimizer's step, whichever is more
+
+    Streams without fused kernels keep more in backward than is counted here: hc (three to five times), headwise, projected keys.
     """
     c = config
     with torch.device("meta"):
@@ -736,7 +738,7 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     total, q, kv = sum(stored.values()), c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     routed = c.route in DEPTH_ROUTES
     copies = HC_STREAMS if c.route == "hc" else 0 if routed and not c.delta else 1
-    attention, mlp = 4 * q + (3 if c.qk_norm else 2) * kv, 3 * c.d_mlp
+    attention, mlp = (4 * q + 3 * kv if c.qk_norm else 3 * q + 2 * kv), 3 * c.d_mlp
     if recompute:
         kept = copies * d * (c.M + 1) + d + max(attention, mlp)
     else:
@@ -778,15 +780,16 @@ def read_weights(folder, checkpoint="ckpt.pt", ema=False):
     run, file = read_config(folder), Path(folder, checkpoint)
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        if ema and not state["ema"]:
-            raise ValueError("it has no moving average of the weights")
-        weights = state["model"] | (state["ema"] if ema else {})
+        average = (state["ema"] or {}) if ema else {}
+        weights = state["model"] | average
         if GPTConfig(**run["model"]).tied:  # the average has it once
             weights["head.weight"] = weights["embed.weight"]
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {checkpoint} yet")
     except Exception as e:  # torch.load raises nearly everything
         raise ValueError(f"{file} does not hold this run's model: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
+    if ema and not average:
+        raise ValueError(f"{folder} has no moving average of its weights: leave out --ema")
     return run | {"step": state.get("step")}, weights
 
 
@@ -838,8 +841,8 @@ def capture(step, *inputs, pool=None, free=None):
     """Records step(*inputs) as a CUDA graph, so that the CPU launches it as one piece, and returns (replay, pool):
     replay(*inputs) copies new inputs of the same shapes into place, runs the graph and returns step's outputs, tensors that the next
     replay overwrites. The same holds for gradients that are None when step begins; gradients that exist are added to.
-    step runs once before, to compile, and free() then drops the gradients that it left: memory that is half full of them would be of
-    no use to the graph. Neither if a pool is given: that of an earlier graph of much the same step, whose memory is then used in turn."""
+    step runs once before, to compile, and free() then drops the gradients that it left, which would split the memory that the graph
+    takes. A pool is that of an earlier graph of much the same step: its memory is used in turn, and step does not run before."""
     static = [x.clone() for x in inputs]
     if pool is None:
         on_capture_stream(step, *static)

@@ -547,7 +547,7 @@ def compare(runs):
     for run in runs:
         rest = lambda r: r["backbone"] | r["recipe"]
         peers = [rest(r) for r in runs if r["size"] == run["size"]]
-        varied = [f"--{k}={v}" for k, v in rest(run).items() if any(p.get(k) != v for p in peers)]
+        varied = [f"--{k}={v}" for k, v in rest(run).items() if v is not None and any(p.get(k) != v for p in peers)]
         run["label"] = " ".join([run["size"]] * (len({r["size"] for r in runs}) > 1) + [flags_of(run["config"]), *varied])
         same = lambda r: (r["backbone"], r["sha256"], r["seed"], *(r["recipe"][k] for k in ("steps", "batch", "seq", "init_from")))
         base = min((r for r in runs if r["config"].route == "baseline" and same(r) == same(run)), key=lambda r: r["loss"], default=None)

@@ -71,7 +71,7 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of the backbone's matrices; everything else stays fp32
     fsdp: bool = False  # under torchrun: shard parameters (stored in fp32), gradients, optimizer and average over the ranks (FSDP2)
     recompute: bool = False  # compute the sublayers' activations again in backward instead of keeping them
-    compile: bool | None = None  # torch.compile the parts and, but for fsdp, record micro batches as CUDA graphs; unset: on CUDA
+    compile: bool | None = None  # torch.compile the sublayers and, without --fsdp, record micro batches as CUDA graphs; unset: on CUDA
 
 
 _mhar = dict(seq=1024, batch=32, steps=20_000, lr=1e-3, warmup=1000, param_dtype="bfloat16",
@@ -238,7 +238,9 @@ def main():
         train(*settings, vocab_given="vocab_size" in flags)
     except (ValueError, OSError) as e:
         fail(e)
-    except torch.OutOfMemoryError as e:
+    except RuntimeError as e:
+        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):  # the CPU's
+            raise
         fail(f"out of memory: fewer sequences at a time (--micro), --recompute or --fsdp need less; {str(e).splitlines()[0]}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -265,7 +267,8 @@ def train(model_config, c, vocab_given=False):
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if cuda else torch.float32}[c.dtype]
     if cuda and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         fail(f"{torch.cuda.get_device_name()} has no bfloat16: use --dtype=float32 --param_dtype=float32")
-    kernels(model_config.kernel, device.type)  # refuses before anything is written
+    if kernels(model_config.kernel, device.type) and not cuda and dtype != torch.float32:  # refuses before anything is written
+        fail("--kernel=triton runs in Triton's interpreter here, which multiplies bfloat16 wrongly: use --dtype=float32")
     if "RANK" in os.environ:
         if cuda:
             device = torch.device("cuda", local)
@@ -294,6 +297,8 @@ def train(model_config, c, vocab_given=False):
     meta = train_data.meta
     if model_config.vocab_size < meta["vocab_size"] and (vocab_given or c.resume or c.init_from):
         fail(f"vocab_size={model_config.vocab_size} is less than the data's {meta['vocab_size']}")
+    if c.init_from and not c.resume and (old := read_config(c.init_from)["data"]["encoding"]) != meta["encoding"]:
+        fail(f"{c.init_from} knows the tokens of {old}, {folder} has those of {meta['encoding']}: make the data with its encoding")
     if not vocab_given and not c.resume and not c.init_from:
         model_config.vocab_size = meta["vocab_size"]
     data = {"folder": os.path.relpath(folder), **{k: meta[k] for k in ("encoding", "vocab_size", "eot")},
@@ -392,8 +397,8 @@ def train(model_config, c, vocab_given=False):
     n_micro = c.batch // world // micro
 
     def backward(rows, first, last):
-        """One micro batch of a step: adds its gradients (the step's first replaces them, the last averages them over the ranks, FSDP
-        each, or each rank would hold all of them); returns its share of the step's loss."""
+        """One micro batch: adds its gradients and returns its share of the step's loss. The step's first replaces the gradients, its
+        last averages them over the ranks. (FSDP averages in every micro batch: else each rank would hold whole gradients.)"""
         if first:
             model.zero_grad()
         with nullcontext() if last or world == 1 or c.fsdp else wrapped.no_sync():
@@ -401,11 +406,11 @@ def train(model_config, c, vocab_given=False):
             loss.backward()
         return loss.detach()
 
-    graphs, pool = {}, None  # (first, last) -> replay
+    graphs, pool = {}, None  # {(first, last): replay}
 
     def micro_step(rows, i):
         nonlocal pool
-        kind = i == 0, world > 1 and i == n_micro - 1
+        kind = i == 0, world > 1 and i == n_micro - 1  # first, last; one rank has nothing to average
         if not recorded:
             return backward(rows, *kind)
         if world > 1 and step - begun < DDP_WARMUP:
@@ -491,8 +496,7 @@ def train(model_config, c, vocab_given=False):
         for optimizer in steppers:
             optimizer.step()
         if ema:
-            torch._foreach_mul_(list(ema.values()), c.ema)
-            torch._foreach_add_(list(ema.values()), [p.detach() for p in params.values()], alpha=1 - c.ema)  # bf16 is added to fp32 as it is
+            update_average(list(ema.values()), [p.detach() for p in params.values()], c.ema)
         if step + 1 < c.steps:
             rows = to_device(train_data.batch(step + 1, c.batch, c.seed, share))
         peak = torch.cuda.max_memory_reserved() if cuda else None  # reserved: a graph's replay allocates nothing
@@ -549,6 +553,13 @@ def train(model_config, c, vocab_given=False):
         print(f"{time.time() - started:.0f} s; a sample:\n{encoding.decode(ids)}\n\nmore: python sample.py --out={out}", flush=True)
 
 
+def update_average(averages, params, kept):
+    """average = kept average + (1 - kept) parameter, for fp32 averages and parameters of any dtype, without a copy of these."""
+    kept = torch.tensor(kept, dtype=torch.float32).item()  # as it will be rounded anyway: the two shares must add up to one
+    torch._foreach_mul_(averages, kept)
+    torch._foreach_add_(averages, params, alpha=1 - kept)
+
+
 def plan(model, c, micro, world):
     """What --dry_run prints: model.memory's arithmetic, and the time that all steps would take at an MFU of 40 %."""
     bytes_ = memory(model, c.seq, micro, ranks=world, fsdp=c.fsdp, recompute=c.recompute, optimizer=c.optimizer, ema=c.ema > 0,
@@ -562,6 +573,7 @@ def plan(model, c, micro, world):
         f"{model.route} {c.size}: {count['total']:,} parameters ({count['routing']:,} routing), vocabulary {model.vocab_size:,}",
         f"{world} GPUs, {micro} x {c.seq} tokens a micro batch, {c.batch // world // micro} of them a step; GiB on each:",
         *(f"  {name:11} {value / 2**30:8.2f}" for name, value in bytes_.items()),
+        "  (peak: at the output head, or at the optimizer's step; most of the gradients take the activations' place)",
         f"{tokens:,} tokens, {tokens * flops:.3g} FLOPs: {seconds / 3600:,.1f} hours at 40 % of an H100's {PEAK_FLOPS['H100'] / 1e12:.0f} TFLOP/s"])
 
 
