@@ -877,7 +877,10 @@ def draw_compare(plt, result, figure, runs):
         ax.set_yticks(range(len(ys)), ys)
         ax.set(xlabel="blocks N", ylabel="rank r") if figure == "grid" else ax.set(xlabel="KV heads", ylabel="routing heads H")
     if figure in ("curves", "flops", "norms"):
-        fig.legend(loc="outside upper center", ncols=2)
+        labels = ax.get_legend_handles_labels()[1]
+        columns = 2 if max(map(len, labels)) < 28 else 1
+        fig.set_figheight(2.2 + 0.14 * -(-len(labels) // columns))  # the axes keep their height
+        fig.legend(loc="outside upper center", ncols=columns)
     return fig
 
 
