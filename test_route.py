@@ -2518,10 +2518,17 @@ def test_linear_with_a_norms_gain(scaled):
         naive = sum(x[b, t, i].item() * w[o, i].item() * (gain[i].item() if scaled else 1) for i in range(5))
         assert y[b, t, o].item() == pytest.approx(naive, rel=1e-12)
     torch.autograd.gradcheck(lambda *args: model.ScaledLinear.apply(*args, *(() if scaled else (None,))), (x, w, gain)[:2 + scaled])
-    low = [a.detach().to(dtype).requires_grad_() for a, dtype in ((x, torch.bfloat16), (w, torch.float32), (gain, torch.float32))]
-    grads = [torch.autograd.grad(model.ScaledLinear.apply(*a[:2], a[2] if scaled else None).square().sum(), a[:2 + scaled]) for a in (low, (x, w, gain))]
-    for a, b, leaf in zip(*grads, low):
-        assert a.dtype == leaf.dtype and (a - b).norm() < 2e-2 * b.norm()
+    for stored in (torch.float32, torch.bfloat16):  # bf16 products; what follows them is fp32
+        low = [a.detach().to(dtype).requires_grad_() for a, dtype in ((x, torch.bfloat16), (w, stored), (gain, torch.float32))]
+        dy = torch.randn(2, 3, 4, generator=g).bfloat16()
+        grads = torch.autograd.grad(model.ScaledLinear.apply(*low[:2], low[2] if scaled else None), low[:2 + scaled], dy)
+        assert all(grad.dtype == leaf.dtype for grad, leaf in zip(grads, low))
+        X, W, G = (a.detach().double() for a in low)
+        G = G if scaled else torch.ones(5)
+        product = (dy.double().flatten(0, 1).T @ X.flatten(0, 1)).bfloat16().double()
+        dx = ((dy.double() @ W.bfloat16().double()).bfloat16().double() * G).bfloat16()
+        right = [dx, (product * G).to(stored), (product * W).sum(0)]
+        assert all((a.double() - b.double()).norm() < 1e-6 * b.double().norm() for a, b in zip(grads, right))
 
 
 # What a run needs, by arithmetic
