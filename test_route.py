@@ -2898,6 +2898,21 @@ def fake_run(name, losses, seed=42, speed=1000, norms=(1.0, 3.0), tokens=1024, *
     return str(folder)
 
 
+README_TABLES = re.findall(r"```\n\$ python (probe\.py compare .*)\n((?:.*\n)+?)```", (HERE / "README.md").read_text())
+
+
+@pytest.mark.parametrize("command", [command for command, _ in README_TABLES])
+def test_the_readmes_tables_are_what_compare_prints(command, monkeypatch, capsys):
+    monkeypatch.chdir(HERE)
+    script, *rest = [name for word in command.split() for name in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+    inline(probe, *rest)
+    assert dict(README_TABLES)[command] == capsys.readouterr().out
+
+
+def test_the_readme_has_tables():
+    assert README_TABLES and all("*" in command for command, _ in README_TABLES)
+
+
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
