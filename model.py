@@ -434,25 +434,21 @@ class Linear(nn.Linear):
 
     def forward(self, x, gain=None):
         """gain: that of a norm before, where x comes without it."""
-        if gain is None and self.weight.dtype == x.dtype:
-            return F.linear(x, self.weight)
-        return ScaledLinear.apply(x, self.weight, gain)
+        return F.linear(x, self.weight.to(x.dtype)) if gain is None else ScaledLinear.apply(x, self.weight, gain)
 
 
 class ScaledLinear(torch.autograd.Function):
-    """y = x (W gain)^T. Backward has W itself, dx = (dy W) gain: a W that was cast or has a gain in it need not be kept."""
+    """y = x (W gain)^T. Backward has W itself, dx = (dy W) gain, so that no W with the gain in it is kept."""
 
     @staticmethod
     def forward(ctx, x, weight, gain):
         ctx.save_for_backward(x, weight, gain)
-        return F.linear(x, (weight if gain is None else weight * gain).to(x.dtype))
+        return F.linear(x, (weight * gain).to(x.dtype))
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, gain = ctx.saved_tensors
         dx, dweight = dy @ weight.to(dy.dtype), wide(dy.flatten(0, -2).T @ x.flatten(0, -2))
-        if gain is None:
-            return dx, dweight.to(weight.dtype), None
         return (dx * gain).to(dx.dtype), (dweight * gain).to(weight.dtype), (dweight * weight).sum(0)
 
 
@@ -720,9 +716,10 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     gathered                                    fsdp: embedding and head in fp32 with their gradients, two sublayers in dtype
     bank                                        depth routing's slots and mixes, 2 (M + 1) [tokens, d]
     activations                                 what the sublayers keep for backward: inputs and normed inputs (where a read has done the
-                                                norm, both are the bank's mix), Q and K before and after rotation (without qk_norm after), V, attention's output
-                                                (twice), gate, up and their product; matrices that were cast and not scaled by a norm's
-                                                gain; with recompute only the inputs, and all of one sublayer
+                                                norm, both are the bank's mix), Q and K before and after rotation (without qk_norm
+                                                after), V, attention's output (twice), gate, up and their product; matrices that were
+                                                cast and not scaled by a norm's gain; with recompute only the inputs, and all of one
+                                                sublayer
     head                                        one chunk's logits and their gradient, the gradient of the head
     peak                                        at the head, or at the optimizer's step, whichever is more
 
@@ -743,9 +740,10 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
         kept = copies * d * (c.M + 1) + d + max(attention, mlp)
     else:
         kept = (copies + (copies > 0)) * d * (c.M + 1) + c.n_layer * (attention + mlp)
-    cast = 0 if recompute or fsdp or param_dtype.itemsize <= size else c.n_layer * d * (q + c.d_mlp)
-    if cast and not (copies == 0 and c.norm_gain):
-        cast += c.n_layer * d * (q + 2 * kv + 2 * c.d_mlp)
+    behind_norms, others = d * (q + 2 * kv + 2 * c.d_mlp), d * (q + c.d_mlp)  # a layer's matrices: Q, K, V, gate, up; O, down
+    cast = c.n_layer * (others if copies == 0 and c.norm_gain else others + behind_norms)
+    if recompute or fsdp or param_dtype.itemsize <= size:
+        cast = 0
     chunk = -(-tokens // LinearCrossEntropy.chunks(tokens, rows))
     sizes = {
         "parameters": total, "gradients": total, "optimizer": 2 * total - (inside if optimizer == "muon" else 0),
@@ -829,6 +827,7 @@ def capture_stream():  # memory of a pool is used again only by what is captured
 
 
 def on_capture_stream(step, *inputs):
+    """step(*inputs) on the stream that graphs are recorded on, between what comes before and after."""
     side = capture_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

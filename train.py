@@ -568,14 +568,14 @@ def plan(model, c, micro, world):
     with torch.device("meta"):
         count = GPT(model).num_params()
     tokens, flops = c.steps * c.batch * c.seq, model.flops(c.seq)
-    more = ["  more in truth: this route has no fused kernels, and plain PyTorch keeps more for backward than is counted"]
     seconds = tokens * flops / (0.4 * PEAK_FLOPS["H100"] * world)
     return "\n".join([
         f"{model.route} {c.size}: {count['total']:,} parameters ({count['routing']:,} routing), vocabulary {model.vocab_size:,}",
         f"{world} GPUs, {micro} x {c.seq} tokens a micro batch, {c.batch // world // micro} of them a step; GiB on each:",
         *(f"  {name:11} {value / 2**30:8.2f}" for name, value in bytes_.items()),
         "  (peak: at the output head, or at the optimizer's step; most of the gradients take the activations' place)",
-        *(more if model.route == "hc" or model.headwise or model.keys == "projected" else []),
+        *["  more in truth: this route has no fused kernels, and plain PyTorch keeps more for backward than is counted"]
+        * (model.route == "hc" or model.headwise or model.keys == "projected"),
         f"{tokens:,} tokens, {tokens * flops:.3g} FLOPs: {seconds / 3600:,.1f} hours at 40 % of an H100's {PEAK_FLOPS['H100'] / 1e12:.0f} TFLOP/s"])
 
 
