@@ -503,7 +503,7 @@ def tensors(c, file):
 RECIPE = ("data", "steps", "batch", "seq", "lr", "schedule", "warmup", "warmdown", "optimizer", "muon_lr", "weight_decay", "decay", "z_loss", "ema",
           "clip", "doc_mask", "dtype", "param_dtype", "init_from")
 MEANS = {"speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "clipped": "clipped",
-         "added_flops_percent": "+FLOPs %"}  # what is averaged over seeds, and its column
+         "added_flops_percent": "+FLOPs %", "peak_gib": "GiB"}  # what is averaged over seeds, and its column
 
 
 def flags_of(config):
@@ -535,7 +535,8 @@ def read_run(folder, tail):
                 "step": log[-1]["step"], "steps": run["train"]["steps"],
                 "tokens_per_s": statistics.median(entry["tokens_per_s"] for entry in log), "compute": run["flops_per_token"] * log[-1]["tokens"],
                 "added_flops_percent": percent(config), "grad_norm": statistics.mean(norms), "grad_norm_variance": statistics.pvariance(norms),
-                "clipped": sum(norm > run["train"]["clip"] for norm in norms) / len(norms), "curve": evals}
+                "clipped": sum(norm > run["train"]["clip"] for norm in norms) / len(norms), "curve": evals,
+                "peak_gib": max((entry["peak_gib"] for entry in log if entry.get("peak_gib")), default=None)}
     except OSError as e:
         raise ValueError(f"{folder} has no log.jsonl that can be read ({e.strerror})")
     except (KeyError, TypeError, AttributeError) as e:
@@ -544,18 +545,27 @@ def read_run(folder, tail):
 
 def compare(runs):
     """Adds to each run its label, its baseline's name, delta and speed_ratio; returns one row for each label, over seeds."""
+    rest = lambda r: r["backbone"] | r["recipe"]
+    several = len({r["size"] for r in runs}) > 1
     for run in runs:
-        rest = lambda r: r["backbone"] | r["recipe"]
-        peers = [rest(r) for r in runs if r["size"] == run["size"]]
-        varied = [f"--{k}={v}" for k, v in rest(run).items() if v is not None and any(p.get(k) != v for p in peers)]
-        run["label"] = " ".join([run["size"]] * (len({r["size"] for r in runs}) > 1) + [flags_of(run["config"]), *varied])
+        peers, told = [rest(r) for r in runs if r["size"] == run["size"]], []
+        kinds = lambda names: len({tuple(p.get(k) for k in names) for p in peers})
+        for k in rest(run):  # what tells the runs apart, but nothing that follows from what is told already
+            told += [k] * (k != "init_from" and kinds([*told, k]) > kinds(told))
+        varied = [f"--{k}={rest(run)[k]}" for k in told if rest(run).get(k) is not None]
+        run["label"] = " ".join([run["size"]] * several + [flags_of(run["config"]), *varied])
         same = lambda r: (r["backbone"], r["sha256"], r["seed"], *(r["recipe"][k] for k in ("steps", "batch", "seq", "init_from")))
         base = min((r for r in runs if r["config"].route == "baseline" and same(r) == same(run)), key=lambda r: r["loss"], default=None)
         run["baseline"] = base and base["run"]
         run["delta"] = run["loss"] - base["loss"] if base else None
         run["speed_ratio"] = run["tokens_per_s"] / base["tokens_per_s"] if base and run["device"] == base["device"] else None
-    groups = defaultdict(list)
+    groups, starts = defaultdict(list), defaultdict(set)
     for run in runs:
+        starts[run["label"], run["seed"]].add(run["recipe"]["init_from"])
+    apart = {label for (label, _), models in starts.items() if len(models) > 1}  # else each seed has a model of its own to begin with
+    for run in runs:
+        if run["label"] in apart and run["recipe"]["init_from"]:
+            run["label"] += f" --init_from={run['recipe']['init_from']}"
         groups[run["label"]].append(run)
     rows = []
     for label, members in groups.items():
@@ -895,8 +905,8 @@ def cell(value, spec=".4g"):
 
 
 def table(rows, spec=".4g"):
-    """Rows as dicts, one column for each name in any of them."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    """Rows as dicts, one column for each name that has a value in any of them."""
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) is not None for row in rows)]
     texts = [columns] + [[cell(row.get(name), spec) for name in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts)]
     left = [isinstance(rows[0].get(name), str) for name in columns]

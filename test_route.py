@@ -2884,15 +2884,15 @@ def test_probe_memory(inside):
     gc.unfreeze()
 
 
-def fake_run(name, losses, seed=42, speed=1000, norms=(1.0, 3.0), tokens=1024, **flags):
+def fake_run(name, losses, seed=42, speed=1000, norms=(1.0, 3.0), tokens=1024, peak=None, recipe={}, **flags):
     """A finished run's config.json and log.jsonl, an evaluation at every step."""
     folder = Path("out", name)
     folder.mkdir(parents=True)
-    c, recipe = GPTConfig(**dict(n_layer=2, d_model=32, n_head=4, n_kv_head=2, d_mlp=48, route="baseline") | flags), train.TrainConfig(seed=seed, steps=len(losses))
+    c, recipe = GPTConfig(**dict(n_layer=2, d_model=32, n_head=4, n_kv_head=2, d_mlp=48, route="baseline") | flags), train.TrainConfig(seed=seed, steps=len(losses), **recipe)
     (folder / "config.json").write_text(json.dumps({"model": vars(c), "train": vars(recipe), "data": {"folder": "data/small", "encoding": "bytes", "sha256": ["x"]},
                                                     "flops_per_token": c.flops(128)}))
     (folder / "log.jsonl").write_text("".join(json.dumps({"step": s, "tokens": tokens * s // len(losses), "loss": 9.0, "grad_norm": norms[s % 2], "tokens_per_s": speed,
-                                                          "val_loss": loss}) + "\n" for s, loss in enumerate(losses, 1)))
+                                                          "peak_gib": peak and peak * s, "val_loss": loss}) + "\n" for s, loss in enumerate(losses, 1)))
     return str(folder)
 
 
@@ -2934,6 +2934,30 @@ def test_probe_compare(fakes):
     assert row["added_flops_percent"] == pytest.approx(100 * reads * 2 * 32 / (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)))
     assert probe.flags_of(GPTConfig(n_layer=2, blocks=4)) == "mhar"  # as many blocks as outputs: full
     assert [run["baseline"] for run in found["runs"]] == ["out/base-42", "out/base-43", "out/other", "out/base-42", "out/base-43", None]
+
+
+def test_probe_compare_names_what_tells_runs_apart(fakes, capsys):
+    wide = dict(d_model=64, n_head=8, d_mlp=96)
+    runs = [fake_run("narrow", [3.0, 2.0], peak=0.5), fake_run("wide", [3.0, 1.5], **wide), fake_run("slow", [3.0, 1.4], recipe={"lr": 1e-3}, **wide)]
+    assert [run["label"] for run in probe_json(fakes, "compare", *runs)["runs"]] == [
+        "baseline --d_model=32 --lr=0.004", "baseline --d_model=64 --lr=0.004", "baseline --d_model=64 --lr=0.001"]  # heads and MLP follow from the width
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[:2]] == ["GiB", "1"]  # the most over the run
+    more = fake_run("heads", [3.0, 1.6], **wide | {"n_head": 4})
+    assert probe_json(fakes, "compare", *runs, more)["runs"][3]["label"] == "baseline --d_model=64 --n_head=4 --lr=0.004"  # not any more
+    assert "GiB" not in (capsys.readouterr(), probe_json(fakes, "compare", more), capsys.readouterr().out)[2]  # a CPU's runs have none
+
+
+def test_probe_compare_groups_continued_runs(fakes):
+    """Each seed goes on from its own model: seeds of one row. Two models of one seed are two rows."""
+    runs = [fake_run(f"{route}-{s}", [3.0, x], seed=s, route=route, recipe={"init_from": f"out/first-{s}"})
+            for s, route, x in ((42, "baseline", 2.0), (43, "baseline", 2.2), (42, "mhar", 1.9), (43, "mhar", 2.0))]
+    rows = probe_json(fakes, "compare", *runs)["groups"]
+    assert [(row["runs"], row["seeds"], row["delta"]) for row in rows] == [("baseline", 2, 0), ("mhar", 2, pytest.approx(-0.075))]  # means of two evaluations
+    again = fake_run("mhar-again", [3.0, 1.0], seed=42, route="mhar", recipe={"init_from": "out/other-42"})
+    rows = probe_json(fakes, "compare", *runs, again)["groups"]
+    assert [row["runs"] for row in rows] == ["baseline", *(f"mhar --init_from=out/{name}" for name in ("first-42", "first-43", "other-42"))]
+    fresh = fake_run("fresh", [3.0, 2.0], route="mhar")
+    assert [row["runs"] for row in probe_json(fakes, "compare", *runs[2:], fresh)["groups"]] == ["mhar --init_from=out/first-42", "mhar --init_from=out/first-43", "mhar"]
 
 
 def test_probe_compare_leaves_out_what_is_no_run(fakes, capsys):
