@@ -34,6 +34,9 @@ values of all sites' queries as one matrix (LR 4.8), exp of the entropy of the s
 
 compare: a run's loss is the mean of its last --tail evaluations. A baseline with the same backbone, data, steps and seed (the best,
 if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation / sqrt(seeds).
+Columns: speed, tokens/s over that baseline's (medians of the steps); |grad|, var |grad| and clipped, the mean and variance of the
+gradient's norm over the logged steps and the share of them above --clip; GiB, the most memory that a GPU held. A flag is in a run's
+name if it tells runs apart and does not follow from the flags before it.
 --gain fits L = A C^-alpha + E through the baselines, C = FLOPs in training: how much more compute a baseline needs for a run's loss
 (MHAR 3.2). --items compares eval.py's results item by item: exact McNemar test and a bootstrap interval of the difference.
 """
