@@ -802,7 +802,7 @@ def read_config(folder):
         return run
     except OSError as e:
         raise ValueError(f"{folder} is no run: cannot read {file} ({e.strerror})")
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{file} is damaged: {type(e).__name__}: {e}")
 
 

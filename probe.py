@@ -32,11 +32,12 @@ so slices that agree give 0; beside it random queries of the same norm, the exce
 --sources slots at every site, and the sources' mean cosine (MHAR table 6). Of the queries alone (gain folded in): the rank and singular
 values of all sites' queries as one matrix (LR 4.8), exp of the entropy of the squared coordinates' shares, and zeros (LR appendix E).
 
-compare: a run's loss is the mean of its last --tail evaluations. A baseline with the same backbone, data, steps and seed (the best,
-if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation / sqrt(seeds).
+compare: a run's loss is the mean of its last --tail evaluations. A finished baseline with the same seed, backbone, data and recipe
+(the best, if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation /
+sqrt(seeds). Runs that go on from models whose names end in the run's seed (--init_from) count as seeds of one row.
 Columns: speed, tokens/s over that baseline's (medians of the steps); |grad|, var |grad| and clipped, the mean and variance of the
 gradient's norm over the logged steps and the share of them above --clip; GiB, the most memory that a GPU held. A flag is in a run's
-name if it tells runs apart and does not follow from the flags before it.
+name if it tells runs apart; heads and MLP not where they follow from d_model.
 --gain fits L = A C^-alpha + E through the baselines, C = FLOPs in training: how much more compute a baseline needs for a run's loss
 (MHAR 3.2). --items compares eval.py's results item by item: exact McNemar test and a bootstrap interval of the difference.
 """
@@ -503,8 +504,11 @@ def tensors(c, file):
 # ----------------------------------------------------------------------------------------------------------------------
 # compare
 
-RECIPE = ("data", "steps", "batch", "seq", "lr", "schedule", "warmup", "warmdown", "optimizer", "muon_lr", "weight_decay", "decay", "z_loss", "ema",
-          "clip", "doc_mask", "dtype", "param_dtype", "init_from")
+# What of train.py's settings makes a run's losses what they are, and as often; the others say how fast and where it ran.
+RECIPE = ("data", "seq", "batch", "steps", "lr", "min_lr", "schedule", "warmup", "warmdown", "optimizer", "muon_lr", "weight_decay", "decay", "z_loss",
+          "ema", "clip", "doc_mask", "eval_every", "eval_tokens", "dtype", "param_dtype", "init_from")
+RATES = ("lr", "min_lr", "muon_lr")  # a run's baseline may have other ones
+FOLLOWS = {name: "d_model" for name in ("n_head", "n_kv_head", "head_dim", "d_mlp")} | {"min_lr": "lr", "sha256": "data"}
 MEANS = {"speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "clipped": "clipped",
          "added_flops_percent": "+FLOPs %", "peak_gib": "GiB"}  # what is averaged over seeds, and its column
 
@@ -517,6 +521,12 @@ def flags_of(config):
     return " ".join([config.route, *(f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items())])
 
 
+def number(value):
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is no number")
+    return value
+
+
 def read_run(folder, tail):
     """What compare needs of a run's folder. Raises ValueError with one line."""
     run, log = read_config(folder), []
@@ -524,60 +534,67 @@ def read_run(folder, tail):
         for line in Path(folder, "log.jsonl").read_text(errors="replace").splitlines():
             with suppress(ValueError):  # the line that a running job is writing
                 log += [entry] if isinstance(entry := json.loads(line), dict) else []
-        evals = [(entry["step"], entry["val_loss"]) for entry in log if "val_loss" in entry]
+        evals = [(number(entry["step"]), number(entry["val_loss"])) for entry in log if "val_loss" in entry]
         if not evals:
             raise ValueError(f"{folder} has no evaluation yet")
-        config, norms = GPTConfig(**run["model"]), [entry["grad_norm"] for entry in log]
-        backbone = {k: v for k, v in run["model"].items() if k not in ROUTING_FLAGS and k not in ("route", "kernel")}
+        config, norms, settings = GPTConfig(**run["model"]), [number(entry["grad_norm"]) for entry in log], run["train"]
+        backbone = {k: v for k, v in vars(config).items() if k not in ROUTING_FLAGS and k not in ("route", "kernel")}
         if config.head_dim * config.n_head == config.d_model:
-            del backbone["head_dim"]
+            backbone["head_dim"] = None
+        recipe = {k: settings.get(k) for k in RECIPE} | {"sha256": "+".join(hashed[:8] for hashed in run["data"]["sha256"])}
+        if recipe["init_from"]:  # the models that several seeds go on from are one, if their names end in the seeds
+            recipe["init_from"] = re.sub(rf"(?<!\d){settings['seed']}$", "SEED", recipe["init_from"])
+        for name, value in (recipe | settings | {"device": run.get("device"), "ranks": run.get("ranks")}).items():
+            if not isinstance(value, str | int | float | None):
+                raise TypeError(f"{name} is {value!r}")
         last = [loss for _, loss in evals[-tail:]]
-        return {"run": str(folder), "config": config, "backbone": backbone, "recipe": {k: run["train"].get(k) for k in RECIPE},
-                "size": run["train"]["size"], "seed": run["train"]["seed"], "sha256": run["data"]["sha256"], "device": run.get("device"),
+        return {"run": str(folder), "config": config, "backbone": backbone, "recipe": recipe, "size": str(settings["size"]), "seed": settings["seed"],
+                "machine": (run.get("device"), run.get("ranks")),
                 "loss": statistics.mean(last), "evaluations": len(last), "final_loss": last[-1],
-                "step": log[-1]["step"], "steps": run["train"]["steps"],
-                "tokens_per_s": statistics.median(entry["tokens_per_s"] for entry in log), "compute": run["flops_per_token"] * log[-1]["tokens"],
+                "step": number(log[-1]["step"]), "steps": number(settings["steps"]),
+                "tokens_per_s": statistics.median(number(entry["tokens_per_s"]) for entry in log),
+                "compute": number(run["flops_per_token"]) * number(log[-1]["tokens"]),
                 "added_flops_percent": percent(config), "grad_norm": statistics.mean(norms), "grad_norm_variance": statistics.pvariance(norms),
-                "clipped": sum(norm > run["train"]["clip"] for norm in norms) / len(norms), "curve": evals,
-                "peak_gib": max((entry["peak_gib"] for entry in log if entry.get("peak_gib")), default=None)}
+                "clipped": sum(norm > settings["clip"] for norm in norms) / len(norms), "curve": evals,
+                "peak_gib": max((number(entry["peak_gib"]) for entry in log if entry.get("peak_gib") is not None), default=None)}
     except OSError as e:
         raise ValueError(f"{folder} has no log.jsonl that can be read ({e.strerror})")
-    except (KeyError, TypeError, AttributeError) as e:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
         raise ValueError(f"{folder} is damaged: {type(e).__name__}: {e}")
 
 
 def compare(runs):
     """Adds to each run its label, its baseline's name, delta and speed_ratio; returns one row for each label, over seeds."""
-    rest = lambda r: r["backbone"] | r["recipe"]
-    several = len({r["size"] for r in runs}) > 1
+    told, baselines, groups = {}, {}, defaultdict(list)
+    for size in {run["size"] for run in runs}:
+        peers = [run["backbone"] | run["recipe"] for run in runs if run["size"] == size]
+        kinds = lambda *names: len({tuple(peer[name] for name in names) for peer in peers})
+        told[size] = [k for k in peers[0] if kinds(k) > 1 and not (k in FOLLOWS and kinds(FOLLOWS[k], k) == kinds(FOLLOWS[k]))]
+    alike = lambda run: (run["seed"], *run["backbone"].values(), *(v for k, v in run["recipe"].items() if k not in RATES))
     for run in runs:
-        peers, told = [rest(r) for r in runs if r["size"] == run["size"]], []
-        kinds = lambda names: len({tuple(p.get(k) for k in names) for p in peers})
-        for k in rest(run):  # what tells the runs apart, but nothing that follows from what is told already
-            told += [k] * (k != "init_from" and kinds([*told, k]) > kinds(told))
-        varied = [f"--{k}={rest(run)[k]}" for k in told if rest(run).get(k) is not None]
-        run["label"] = " ".join([run["size"]] * several + [flags_of(run["config"]), *varied])
-        same = lambda r: (r["backbone"], r["sha256"], r["seed"], *(r["recipe"][k] for k in ("steps", "batch", "seq", "init_from")))
-        base = min((r for r in runs if r["config"].route == "baseline" and same(r) == same(run)), key=lambda r: r["loss"], default=None)
+        if run["config"].route == "baseline" and run["step"] >= run["steps"]:
+            baselines[alike(run)] = min(run, baselines.get(alike(run), run), key=lambda r: r["loss"])
+    for run in runs:
+        varied = [f"--{k}={v}" for k in told[run["size"]] if (v := (run["backbone"] | run["recipe"])[k]) is not None]
+        run["label"] = " ".join([run["size"]] * (len(told) > 1) + [flags_of(run["config"]), *varied])
+        groups[run["label"]].append(run)
+        base = baselines.get(alike(run))
         run["baseline"] = base and base["run"]
         run["delta"] = run["loss"] - base["loss"] if base else None
-        run["speed_ratio"] = run["tokens_per_s"] / base["tokens_per_s"] if base and run["device"] == base["device"] else None
-    groups, starts = defaultdict(list), defaultdict(set)
-    for run in runs:
-        starts[run["label"], run["seed"]].add(run["recipe"]["init_from"])
-    apart = {label for (label, _), models in starts.items() if len(models) > 1}  # else each seed has a model of its own to begin with
-    for run in runs:
-        if run["label"] in apart and run["recipe"]["init_from"]:
-            run["label"] += f" --init_from={run['recipe']['init_from']}"
-        groups[run["label"]].append(run)
+        comparable = base and run["machine"] == base["machine"] and base["tokens_per_s"]
+        run["speed_ratio"] = run["tokens_per_s"] / base["tokens_per_s"] if comparable else None
     rows = []
     for label, members in groups.items():
-        values = lambda name: [m[name] for m in members if m[name] is not None]
+        seeds = {m["seed"]: [other for other in members if other["seed"] == m["seed"]] for m in members}
+
+        def values(name):  # one of each seed
+            found = [[m[name] for m in same if m[name] is not None] for same in seeds.values()]
+            return [statistics.mean(some) for some in found if some]
+
         mean = lambda name: statistics.mean(values(name)) if values(name) else None
         std = lambda name: statistics.stdev(values(name)) if len(values(name)) > 1 else None
         spread = std("delta")
-        rows.append({"runs": label, "seeds": len({m["seed"] for m in members}), "loss": mean("loss"), "std": std("loss"),
-                     "delta": mean("delta"), "delta_std": spread,
+        rows.append({"runs": label, "seeds": len(seeds), "loss": mean("loss"), "std": std("loss"), "delta": mean("delta"), "delta_std": spread,
                      "delta_over_se": abs(mean("delta")) / (spread / math.sqrt(len(values("delta")))) if spread else None}
                     | {name: mean(name) for name in MEANS})
     return rows
@@ -609,7 +626,7 @@ def power_law(compute, loss):
 def gains(runs):
     """The power law of the baselines and each other run's compute-equivalent gain: the compute at which the law gives its loss, over its own."""
     losses = defaultdict(list)
-    if any(run["sha256"] != runs[0]["sha256"] for run in runs):
+    if any(run["recipe"]["sha256"] != runs[0]["recipe"]["sha256"] for run in runs):
         raise ValueError("--gain needs runs on the same data")
     for run in runs:
         if run["config"].route == "baseline":
@@ -663,6 +680,8 @@ def compare_items(against):
 def run_compare(c, *folders):
     if c.tail < 1:
         fail("--tail must be positive")
+    if c.figure != "curves" and not c.plot:
+        fail(f"--figure={c.figure} is drawn to a file: give --plot=FILE")
     runs = []
     for folder in folders:
         try:
@@ -679,7 +698,7 @@ def run_compare(c, *folders):
     for what, some in ((f"fewer evaluations than {c.tail}", short), ("not at their last step", unfinished)):
         if some:
             print(f"{what}: {', '.join(some)}")
-    result = {"groups": rows, "runs": [{k: v for k, v in run.items() if k not in ("config", "sha256", "backbone")} for run in runs]}
+    result = {"groups": rows, "runs": [{k: v for k, v in run.items() if k not in ("config", "backbone", "machine")} for run in runs]}
     if c.gain:
         result["power_law"] = law = gains(runs)
         print(f"\nL = {law['A']:.4g} C^-{law['alpha']:.4g} + {law['E']:.4g} through {law['points']} baselines, rms residual {law['residual']:.2g} nats")
@@ -847,9 +866,9 @@ def draw_queries(plt, result):
 def draw_compare(plt, result, figure, runs):
     groups = {run["label"]: run for run in runs}.values()  # one run for each label; run["group"] has the means
     route_of = {"grid": "lr", "norms": "lr", "heads": "mhar"}.get(figure)
-    chosen = [run for run in groups if route_of in (None, run["config"].route) and run["config"].keys == "slice"]
-    if not chosen:
-        fail(f"--figure={figure} needs runs with --route={route_of}")
+    chosen = [run for run in groups if run["config"].route == route_of and run["config"].keys == "slice"]
+    if route_of and not chosen:
+        fail(f"--figure={figure} needs runs with --route={route_of} and keys that are slices")
     blocks = lambda c: math.inf if c.N == c.M else c.N
     named = lambda N: "full" if N == math.inf else str(N)
     fig, ax = plt.subplots(figsize=(COLUMN, 2.4), layout="constrained")
@@ -936,6 +955,8 @@ def check_files(c):
         if file and (Path(file).parent / "config.json").exists():
             fail(f"--{flag}={file} would be among a run's own files: choose another folder")
     if c.plot:
+        if c.plot == c.json:
+            fail("--json and --plot are one file")
         if Path(c.plot).suffix not in (".png", ".svg", ".pdf"):
             fail(f"--plot={c.plot} must end in .png, .svg or .pdf")
         if not importlib.util.find_spec("matplotlib"):

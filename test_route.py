@@ -2948,16 +2948,67 @@ def test_probe_compare_names_what_tells_runs_apart(fakes, capsys):
 
 
 def test_probe_compare_groups_continued_runs(fakes):
-    """Each seed goes on from its own model: seeds of one row. Two models of one seed are two rows."""
+    """Each seed goes on from its own model: seeds of one row. Other models, and none, are other rows."""
     runs = [fake_run(f"{route}-{s}", [3.0, x], seed=s, route=route, recipe={"init_from": f"out/first-{s}"})
             for s, route, x in ((42, "baseline", 2.0), (43, "baseline", 2.2), (42, "mhar", 1.9), (43, "mhar", 2.0))]
     rows = probe_json(fakes, "compare", *runs)["groups"]
     assert [(row["runs"], row["seeds"], row["delta"]) for row in rows] == [("baseline", 2, 0), ("mhar", 2, pytest.approx(-0.075))]  # means of two evaluations
-    again = fake_run("mhar-again", [3.0, 1.0], seed=42, route="mhar", recipe={"init_from": "out/other-42"})
-    rows = probe_json(fakes, "compare", *runs, again)["groups"]
-    assert [row["runs"] for row in rows] == ["baseline", *(f"mhar --init_from=out/{name}" for name in ("first-42", "first-43", "other-42"))]
-    fresh = fake_run("fresh", [3.0, 2.0], route="mhar")
-    assert [row["runs"] for row in probe_json(fakes, "compare", *runs[2:], fresh)["groups"]] == ["mhar --init_from=out/first-42", "mhar --init_from=out/first-43", "mhar"]
+    others = [fake_run("other", [3.0, 1.0], seed=44, route="mhar", recipe={"init_from": "out/other-44"}), fake_run("fresh", [3.0, 1.0], seed=45, route="mhar")]
+    rows = probe_json(fakes, "compare", *runs[2:], *others)["groups"]
+    assert [(row["runs"], row["seeds"]) for row in rows] == [("mhar --init_from=out/first-SEED", 2), ("mhar --init_from=out/other-SEED", 1), ("mhar", 1)]
+
+
+@pytest.mark.parametrize("field", [*vars(train.TrainConfig()), "sha256", "norm_eps", "rope_theta"])
+def test_probe_compare_keeps_apart_what_differs(fakes, field):
+    """Whatever changes a run's losses makes a row of its own and, but for learning rates, needs a baseline of its own."""
+    how_run = {"size", "out", "resume", "eval_only", "dry_run", "micro", "seed", "save_every", "log_routing", "wandb", "verify", "device", "fsdp", "recompute", "compile"}
+    runs = [fake_run("base", [3.0, 2.0]), fake_run("mhar", [3.0, 1.5], route="mhar"), fake_run("odd", [3.0, 1.0], route="mhar")]
+    file = Path(runs[2], "config.json")
+    config = json.loads(file.read_text())
+    part = config["data" if field == "sha256" else "train" if field in config["train"] else "model"]
+    part[field] = {"sha256": ["y"], "seed": 42, "steps": 3, "init_from": "out/model"}.get(field, 7 if isinstance(part.get(field), int | float) and field != "doc_mask" else "odd")
+    file.write_text(json.dumps(config))
+    found = probe_json(fakes, "compare", *runs)["runs"]
+    apart = field not in how_run
+    assert (found[1]["label"] != found[2]["label"]) == (apart or field == "size")
+    assert found[2]["baseline"] == (None if apart and field not in ("lr", "min_lr", "muon_lr") else runs[0])
+
+
+def test_probe_compare_counts_seeds(fakes, capsys):
+    """Several runs of a seed, or one given twice, count as one; an unfinished baseline is none, one of another machine gives no speed."""
+    deltas = {42: 0.1, 43: 0.2}
+    runs = [fake_run(f"{route}-{s}", [3.0 - (route == "mhar") * delta], seed=s, route=route) for s, delta in deltas.items() for route in ("baseline", "mhar")]
+    twice = fake_run("mhar-again", [2.7], seed=43, route="mhar")  # a difference of 0.3: 0.25 for this seed
+    row = {row["runs"]: row for row in probe_json(fakes, "compare", *runs, f"{runs[0]}/", runs[1], runs[1], twice)["groups"]}["mhar"]
+    assert (row["seeds"], row["delta"], row["delta_over_se"]) == (2, pytest.approx(-0.175), pytest.approx(0.175 / (0.15 / 2)))
+    config = Path(runs[0], "config.json")
+    config.write_text(config.read_text().replace('"flops', '"ranks": 8, "flops'))
+    assert [run["speed_ratio"] for run in probe_json(fakes, "compare", *runs)["runs"]] == [1, None, 1, 1]
+    config.write_text(config.read_text().replace('"steps": 1', '"steps": 2'))
+    config = Path(runs[1], "config.json")
+    config.write_text(config.read_text().replace('"steps": 1', '"steps": 2'))
+    assert [run["baseline"] for run in probe_json(fakes, "compare", *runs)["runs"]] == [None, None, runs[2], runs[2]]
+    assert f"not at their last step: {runs[0]} (1 of 2), {runs[1]} (1 of 2)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part, value", [
+    ("train", {"lr": [1]}), ("train", {"seed": {}}), ("train", {"steps": None}), ("train", {"size": []}), ("data", {"sha256": [3]}), ("model", {"rope_scaling": 1}),
+    ("log", {"step": "1"}), ("log", {"peak_gib": "3"}), ("log", {"tokens_per_s": None}), ("log", {"grad_norm": 10 ** 400}), ("log", {"val_loss": float("nan")}),
+    ("log", {"tokens": float("inf")}), ("deep", None)], ids=str)
+def test_probe_compare_leaves_out_the_damaged(fakes, capsys, part, value):
+    good, bad = fake_run("good", [3.0, 2.0]), fake_run("bad", [3.0, 2.0], peak=1)
+    file = Path(bad, "log.jsonl" if part == "log" else "config.json")
+    if part == "log":
+        file.write_text("".join(json.dumps(json.loads(line) | value) + "\n" for line in file.read_text().splitlines()))
+    elif part == "deep":
+        file.write_text("[" * 100_000)
+    else:
+        config = json.loads(file.read_text())
+        config[part] |= value
+        file.write_text(json.dumps(config))
+    found = probe_json(fakes, "compare", good, bad)
+    err = capsys.readouterr().err
+    assert [run["run"] for run in found["runs"]] == [good] and err.startswith("left out: out/bad") and err.count("\n") == 1
 
 
 def test_probe_compare_leaves_out_what_is_no_run(fakes, capsys):
@@ -3050,6 +3101,7 @@ def test_probe_draws(inside, flags, words):
     ("queries nothing.safetensors --query=x", "nothing.safetensors"), ("queries half.safetensors --query=x", "half.safetensors"), ("queries half.safetensors", "names"),
     ("compare", "takes RUN ... and flags"), ("compare out/nothing", "no run to compare"), ("compare out/probed --tail=0", "positive"), ("compare out/probed --items", "eval.py"),
     ("compare out/plain --figure=grid --plot=x.svg --json=x.json", "--route=lr"), ("compare out/plain --figure=heads --plot=x.svg", "--route=mhar"), ("compare out/plain --gain", "three"),
+    ("compare out/plain --figure=flops", "--plot=FILE"), ("compare out/plain --json=x.svg --plot=x.svg", "one file"),
 ])
 def test_probe_refuses(inside, capsys, flags, says):
     pytest.importorskip("matplotlib"), pytest.importorskip("safetensors")
