@@ -923,7 +923,7 @@ def draw_compare(plt, result, figure, runs):
 def cell(value, spec=".4g"):
     if value is None or isinstance(value, str | bool):
         return "" if value is None else str(value)
-    return f"{value:,.0f}" if isinstance(value, int) or value >= 10_000 else format(float(value), spec)
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else format(float(value), spec)
 
 
 def table(rows, spec=".4g"):
