@@ -112,7 +112,7 @@ class Compare:
     tail: int = 11  # evaluations at the end whose mean is a run's loss
     gain: bool = False  # compute-equivalent gain: needs baselines of three different amounts of compute
     items: bool = False  # also what eval.py wrote to RUN/eval/*.json, item by item
-    figure: Literal["curves", "grid", "flops", "norms", "heads"] = "curves"  # grid: lr's ranks and blocks; norms: of gradients; heads: H and KV
+    figure: Literal["curves", "width", "grid", "flops", "norms", "heads"] = "curves"  # width: deltas; grid: lr's ranks and blocks; norms: of gradients; heads: H and KV
     json: str | None = None  # write the numbers to this file
     plot: str | None = None  # draw the figure: .png, .svg or .pdf
 
@@ -877,9 +877,23 @@ def draw_compare(plt, result, figure, runs):
             for j, seed in enumerate(r for r in runs if r["label"] == run["label"]):
                 ax.plot(*zip(*seed["curve"]), color=COLORS[i % 7], linestyle=("-", "--", ":")[i // 7 % 3],
                         marker="o" if len(seed["curve"]) == 1 else None, label=None if j else run["label"])
-        late = [loss for run in runs for _, loss in run["curve"][len(run["curve"]) // 5:]]
+        late = [loss for run in runs for _, loss in run["curve"][len(run["curve"]) // 2:]]
         margin = 0.05 * (max(late) - min(late)) or 0.1
         ax.set(xlabel="optimizer step", ylabel="validation loss (nats)", ylim=(min(late) - margin, max(late) + margin))
+    elif figure == "width":
+        lines = defaultdict(dict)  # of each route and width the best, where several groups differ in something else
+        for run in sorted(groups, key=lambda run: -run["group"]["loss"]):
+            if run["config"].route != "baseline" and run["group"]["delta"] is not None:
+                lines[flags_of(run["config"])][run["config"].d_model] = run["group"]
+        if not lines:
+            fail("--figure=width needs runs with a baseline, and these")
+        for i, (name, points) in enumerate(sorted(lines.items())):
+            widths = sorted(points)
+            ax.errorbar(widths, [points[d]["delta"] for d in widths], yerr=[points[d]["delta_std"] or 0 for d in widths], fmt="o^sDv"[i % 5] + "-",
+                        color=COLORS[i % 7], label=name, capsize=2)
+        ax.axhline(0, color=COLORS[6], linewidth=0.6)
+        ax.set_xticks(sorted({d for points in lines.values() for d in points}))
+        ax.set(xlabel="width d", ylabel="loss minus the baseline's (nats)")
     elif figure == "flops":
         for i, run in enumerate(groups):
             ax.errorbar(run["added_flops_percent"], run["group"]["loss"], yerr=run["group"]["std"], fmt="o^sDv"[i % 5], color=COLORS[i % 7],
@@ -908,7 +922,7 @@ def draw_compare(plt, result, figure, runs):
         ax.set_xticks(range(len(xs)), map(named, xs))
         ax.set_yticks(range(len(ys)), ys)
         ax.set(xlabel="blocks N", ylabel="rank r") if figure == "grid" else ax.set(xlabel="KV heads", ylabel="routing heads H")
-    if figure in ("curves", "flops", "norms"):
+    if figure in ("curves", "width", "flops", "norms"):
         labels = ax.get_legend_handles_labels()[1]
         columns = 2 if max(map(len, labels)) < 28 else 1
         fig.set_figheight(2.2 + 0.14 * -(-len(labels) // columns))  # the axes keep their height

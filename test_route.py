@@ -2947,6 +2947,41 @@ def test_probe_compare_names_what_tells_runs_apart(fakes, capsys):
     assert "GiB" not in (capsys.readouterr(), probe_json(fakes, "compare", more), capsys.readouterr().out)[2]  # a CPU's runs have none
 
 
+def test_probe_compare_draws_the_numbers(fakes, monkeypatch):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figures, close = [], plt.close
+    monkeypatch.setattr(plt, "close", figures.append)
+
+    def axes(figure, *runs):
+        probe_json(fakes, "compare", *runs, "--tail=1", f"--figure={figure}", "--plot=x.svg")
+        return figures[-1].axes[0]
+
+    lines = lambda ax: {line.get_label(): line.get_xydata().tolist() for line in ax.lines}
+    bars = lambda ax: {bar.get_label(): (bar.lines[0].get_xydata().tolist(), [s.tolist() for s in bar.lines[2][0].get_segments()]) for bar in ax.containers}
+    wide = dict(d_model=64, n_head=8, d_mlp=96)
+    base = [fake_run("base", [3.0, 2.0]), fake_run("base-43", [3.0, 2.2], seed=43), fake_run("base-wide", [3.0, 1.8], **wide)]
+    lr = {(r, N): [fake_run(f"lr-{r}-{N}-{s}", [3.0, 1.5 + r / 100 + N / 10 + s / 1000], seed=s, norms=(r, N), route="lr", rank=r, blocks=N) for s in (42, 43)]
+          for r, N in ((8, 2), (16, 2), (8, 0))}
+    slow = fake_run("lr-slow", [3.0, 9.0], route="lr", rank=8, blocks=2, recipe={"lr": 1e-3})
+    mhar = [fake_run("mhar", [2.9, 1.7], route="mhar"), fake_run("mhar-1", [2.9, 1.6], route="mhar", heads=1), fake_run("mhar-wide", [2.9, 1.3], route="mhar", **wide)]
+    every = [*base, *itertools.chain(*lr.values()), *mhar]
+    found = lines(axes("curves", *base[:2], mhar[0]))
+    assert found["mhar"] == [[1, 2.9], [2, 1.7]] and found["baseline"] == [[1, 3.0], [2, 2.0]] and sorted(found)[0] == "_child1"  # the second seed, without a name
+    (points, errors) = bars(axes("width", *every, slow))["lr --blocks=2 --rank=8"]
+    assert points == [[32, pytest.approx(-0.2775)]] and errors == [[[32, pytest.approx(-0.2775 - 0.199 / 2**0.5)], [32, pytest.approx(-0.2775 + 0.199 / 2**0.5)]]]
+    assert bars(axes("width", *every))["mhar"][0] == [[32, pytest.approx(-0.3)], [64, pytest.approx(-0.5)]]
+    (points, errors) = bars(axes("flops", *lr[8, 2]))["lr --blocks=2 --rank=8"]
+    assert points[0][1] == pytest.approx(1.8225) and points[0][0] > 0 and errors[0][1][1] - errors[0][0][1] == pytest.approx(2 * 0.001 / 2**0.5)
+    assert lines(axes("norms", *every)) == {"N = 2": [[8, 5], [16, 9]], "N = full": [[8, 4]]}  # means of the norms r and N
+    ax = axes("grid", *every, slow)
+    assert [[round(v, 4) if v else None for v in row] for row in ax.images[0].get_array().tolist()] == [[1.8225, 1.6225], [1.9025, None]]
+    assert [label.get_text() for label in (*ax.get_xticklabels(), *ax.get_yticklabels())] == ["2", "full", "8", "16"]
+    ax = axes("heads", *mhar[:2])
+    assert ax.images[0].get_array().tolist() == [[1.6], [1.7]] and [label.get_text() for label in (*ax.get_xticklabels(), *ax.get_yticklabels())] == ["2", "1", "2"]
+    for fig in figures:
+        close(fig)
+
+
 def test_probe_compare_groups_continued_runs(fakes):
     """Each seed goes on from its own model: seeds of one row. Other models, and none, are other rows."""
     runs = [fake_run(f"{route}-{s}", [3.0, x], seed=s, route=route, recipe={"init_from": f"out/first-{s}"})
@@ -3101,7 +3136,7 @@ def test_probe_draws(inside, flags, words):
     ("queries nothing.safetensors --query=x", "nothing.safetensors"), ("queries half.safetensors --query=x", "half.safetensors"), ("queries half.safetensors", "names"),
     ("compare", "takes RUN ... and flags"), ("compare out/nothing", "no run to compare"), ("compare out/probed --tail=0", "positive"), ("compare out/probed --items", "eval.py"),
     ("compare out/plain --figure=grid --plot=x.svg --json=x.json", "--route=lr"), ("compare out/plain --figure=heads --plot=x.svg", "--route=mhar"), ("compare out/plain --gain", "three"),
-    ("compare out/plain --figure=flops", "--plot=FILE"), ("compare out/plain --json=x.svg --plot=x.svg", "one file"),
+    ("compare out/plain --figure=flops", "--plot=FILE"), ("compare out/plain --figure=width --plot=x.svg", "needs runs with a baseline"), ("compare out/plain --json=x.svg --plot=x.svg", "one file"),
 ])
 def test_probe_refuses(inside, capsys, flags, says):
     pytest.importorskip("matplotlib"), pytest.importorskip("safetensors")
