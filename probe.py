@@ -6,7 +6,7 @@
     python probe.py routing out/mhar-nano --text="def main():" --plot=text.png   # one text, token by token
     python probe.py queries out/attnres-nano --plot=queries.png               # is one head enough?
     python probe.py queries model.safetensors --query='layers.*.query'        # the queries of any checkpoint
-    python probe.py compare out/* --plot=curves.svg                           # losses, speed, seeds, of whole runs
+    python probe.py compare out --plot=curves.svg                             # losses, speed, seeds, of whole runs
 
 Each prints a table; --json=FILE writes its numbers, --plot=FILE (.png, .svg or .pdf; pip install matplotlib) draws them.
 
@@ -34,7 +34,7 @@ values of all sites' queries as one matrix (LR 4.8), exp of the entropy of the s
 
 compare: a run's loss is the mean of its last --tail evaluations. A finished baseline with the same seed, backbone, data and recipe
 (the best, if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation /
-sqrt(seeds). Runs that go on from models whose names end in the run's seed (--init_from) count as seeds of one row.
+sqrt(seeds). A folder of runs stands for them all. Runs that go on from models whose names end in the run's seed (--init_from) count as seeds of one row.
 Columns: speed, tokens/s over that baseline's (medians of the steps); |grad|, var |grad| and clipped, the mean and variance of the
 gradient's norm over the logged steps and the share of them above --clip; GiB, the most memory that a GPU held. A flag is in a run's
 name if it tells runs apart; heads and MLP not where they follow from d_model.
@@ -682,8 +682,9 @@ def run_compare(c, *folders):
         fail("--tail must be positive")
     if c.figure != "curves" and not c.plot:
         fail(f"--figure={c.figure} is drawn to a file: give --plot=FILE")
+    inside = lambda folder: [] if Path(folder, "config.json").exists() else sorted(str(file.parent) for file in Path(folder).glob("*/config.json"))
     runs = []
-    for folder in folders:
+    for folder in itertools.chain(*(inside(folder) or [folder] for folder in folders)):
         try:
             runs.append(read_run(folder, c.tail))
         except ValueError as e:
