@@ -603,9 +603,11 @@ def compare(runs):
 def power_law(compute, loss):
     """The least-squares fit of L = A C^-alpha + E -> (A, alpha, E, rms residual): for each E a line through log(L - E), the E with the least
     residual by ever finer search. Raises ValueError for fewer than three different C or a loss that does not fall."""
-    C, L = np.log(compute), np.asarray(loss, dtype=np.float64)
     if len(set(compute)) < 3:
         raise ValueError(f"a power law needs baselines of three different amounts of compute, there are {len(set(compute))}")
+    if min(*compute, *loss) <= 0:
+        raise ValueError("a power law needs positive losses and compute")
+    C, L = np.log(compute), np.asarray(loss, dtype=np.float64)
 
     def fit(u):  # E = (1 - e^u) min L
         E = -math.expm1(u) * L.min()
@@ -618,7 +620,7 @@ def power_law(compute, loss):
         best = grid[np.argmin([fit(u)[0] for u in grid])]
         low, high = max(low, best - grid[1] + grid[0]), min(high, best + grid[1] - grid[0])
     residual, level, alpha, E = fit(best)
-    if alpha <= 0:
+    if alpha < 1e-3:
         raise ValueError("the baselines' loss does not fall with compute: no power law")
     return math.exp(level), float(alpha), float(E), float(residual)
 

@@ -3065,8 +3065,9 @@ def test_probe_power_law(fakes, capsys):
     assert probe.power_law(C, A * C ** -alpha + E) == pytest.approx((A, alpha, E, 0), rel=1e-3, abs=1e-6)
     wrong = A * C ** -alpha + E + np.array([0.01, -0.02, 0.015, -0.005])
     assert 1e-3 < probe.power_law(C, wrong)[3] < 0.02
-    for bad in (([1e15, 1e15, 2e15], [3, 3, 2]), ([1e15, 2e15, 3e15], [2, 3, 4])):
-        with pytest.raises(ValueError, match="three different|does not fall"):
+    for *bad, says in (([1e15, 1e15, 2e15], [3, 3, 2], "three different"), ([1e15, 2e15, 3e15], [2, 3, 4], "does not fall"), ([1e15, 2e15, 3e15], [4, 4, 4 - 1e-9], "does not fall"),
+                       ([0, 1e15, 2e15], [3, 2, 1], "positive"), ([1e15, 2e15, 3e15], [3, 2, 0], "positive")):
+        with pytest.raises(ValueError, match=says):
             probe.power_law(*bad)
     flops, law = GPTConfig(n_layer=2, d_model=32, n_head=4, n_kv_head=2, d_mlp=48, route="baseline").flops(128), lambda c: 50 * c ** -0.1 + 1.5
     runs = [fake_run(f"base-{n}", [law(flops * n)], tokens=n) for n in (10**6, 10**7, 10**8)]
