@@ -34,10 +34,10 @@ values of all sites' queries as one matrix (LR 4.8), exp of the entropy of the s
 
 compare: a run's loss is the mean of its last --tail evaluations. A finished baseline with the same seed, backbone, data and recipe
 (the best, if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation /
-sqrt(seeds). A folder of runs stands for them all. Runs that go on from models whose names end in the run's seed (--init_from) count as seeds of one row.
+sqrt(seeds). A folder of runs stands for them all. Runs that go on from models whose names end in the run's seed (--init_from) are
+seeds of one row. A flag is in a run's name if it tells runs apart; heads and MLP not where they follow from d_model.
 Columns: speed, tokens/s over that baseline's (medians of the steps); |grad|, var |grad| and clipped, the mean and variance of the
-gradient's norm over the logged steps and the share of them above --clip; GiB, the most memory that a GPU held. A flag is in a run's
-name if it tells runs apart; heads and MLP not where they follow from d_model.
+gradient's norm over the logged steps and the share of them above --clip; GiB, the most memory that a GPU held.
 --gain fits L = A C^-alpha + E through the baselines, C = FLOPs in training: how much more compute a baseline needs for a run's loss
 (MHAR 3.2). --items compares eval.py's results item by item: exact McNemar test and a bootstrap interval of the difference.
 """
@@ -508,6 +508,7 @@ def tensors(c, file):
 RECIPE = ("data", "seq", "batch", "steps", "lr", "min_lr", "schedule", "warmup", "warmdown", "optimizer", "muon_lr", "weight_decay", "decay", "z_loss",
           "ema", "clip", "doc_mask", "eval_every", "eval_tokens", "dtype", "param_dtype", "init_from")
 RATES = ("lr", "min_lr", "muon_lr")  # a run's baseline may have other ones
+# Not in a run's name where the other one tells them apart (sha256: of data sets that have one name)
 FOLLOWS = {name: "d_model" for name in ("n_head", "n_kv_head", "head_dim", "d_mlp")} | {"min_lr": "lr", "sha256": "data"}
 MEANS = {"speed_ratio": "speed", "tokens_per_s": "tokens/s", "grad_norm": "|grad|", "grad_norm_variance": "var |grad|", "clipped": "clipped",
          "added_flops_percent": "+FLOPs %", "peak_gib": "GiB"}  # what is averaged over seeds, and its column
