@@ -25,7 +25,7 @@ import math
 import os
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
@@ -826,11 +826,11 @@ def capture_stream():  # memory of a pool is used again only by what is captured
     return torch.cuda.Stream()
 
 
-def on_capture_stream(step, *inputs):
-    """step(*inputs) on the stream that graphs are recorded on, between what comes before and after."""
+def on_capture_stream(step, *inputs, pool=None):
+    """step(*inputs) on the stream that graphs are recorded on, between what comes before and after; given a pool, in its memory."""
     side = capture_stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), torch.cuda.use_mem_pool(pool) if pool else nullcontext():
         outputs = step(*inputs)
     torch.cuda.current_stream().wait_stream(side)
     return outputs
@@ -841,14 +841,15 @@ def capture(step, *inputs, pool=None, free=None):
     replay(*inputs) copies new inputs of the same shapes into place, runs the graph and returns step's outputs, tensors that the next
     replay overwrites. The same holds for gradients that are None when step begins; gradients that exist are added to.
     step runs once before, to compile, and free() then drops the gradients that it left, which would split the memory that the graph
-    takes. A pool is that of an earlier graph of much the same step: its memory is used in turn, and step does not run before."""
+    takes. A pool is that of an earlier graph: its memory is used in turn, and step, which is compiled then, does not run before."""
     static = [x.clone() for x in inputs]
     if pool is None:
+        pool = torch.cuda.MemPool()
         on_capture_stream(step, *static)
         if free:
             free()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local"):  # NCCL has a thread of its own
+    with torch.cuda.graph(graph, pool=pool.id, stream=capture_stream(), capture_error_mode="thread_local"):  # NCCL has a thread of its own
         outputs = step(*static)
 
     def replay(*inputs):
@@ -857,7 +858,7 @@ def capture(step, *inputs, pool=None, free=None):
         graph.replay()
         return outputs
 
-    return replay, graph.pool()
+    return replay, pool
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 A preset (--size) brings the sizes and the recipe of its paper; any flag overrides it. The defaults below are nano's.
 """
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -406,7 +407,7 @@ def train(model_config, c, vocab_given=False):
             loss.backward()
         return loss.detach()
 
-    graphs, pool = {}, None  # {(first, last): replay}
+    graphs, pool = {}, None  # {(first, last) or "evaluation": replay}
 
     def micro_step(rows, i):
         nonlocal pool
@@ -419,6 +420,15 @@ def train(model_config, c, vocab_given=False):
             graphs[kind], pool = capture(lambda rows: backward(rows, *kind), rows, pool=pool, free=model.zero_grad)
         return graphs[kind](rows)
 
+    def mean_loss(rows):
+        """Without gradients. A whole micro batch's is a graph too, in the memory that the others leave free between two steps."""
+        if pool is None or len(rows) < micro:
+            return loss_of(model, rows)
+        if "evaluation" not in graphs:
+            on_capture_stream(loss_of, model, rows, pool=pool)  # compiles
+            graphs["evaluation"], _ = capture(functools.partial(loss_of, model), rows, pool=pool)
+        return graphs["evaluation"](rows)
+
     @torch.no_grad()
     def evaluate():
         """Mean cross-entropy over the same windows every time, spread over the whole validation split."""
@@ -427,7 +437,7 @@ def train(model_config, c, vocab_given=False):
         total = torch.zeros(2, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
         for i in range(0, len(picks), micro):
             rows = to_device(prepare.np.stack([val_data.window(p) for p in picks[i:i + micro]]))
-            total += torch.stack([loss_of(model, rows).to(total.dtype) * len(rows), total.new_tensor(len(rows))])
+            total += torch.stack([mean_loss(rows).to(total.dtype) * len(rows), total.new_tensor(len(rows))])
         if world > 1:
             dist.all_reduce(total)
         return (total[0] / total[1]).item()
