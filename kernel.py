@@ -373,16 +373,15 @@ def pull_from(dv, c, z, gv, g, q, s, Dt, r):  # one more site: dv [HP, KP] and c
     return dv + (w[:, None] * g + (dz * r)[:, None] * q), c + dz * (z * r), dz * r
 
 
-@triton.jit(do_not_specialize=["site", "slot0", "last", "lower"])
-def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, partial_c, dy_next, dy, dz_out, site, slot0, last, lower,
+@triton.jit(do_not_specialize=["site", "slot0", "last"])
+def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, partial_c, dy_next, dy, dz_out, site, slot0, last,
                 tokens, columns, d: tl.constexpr, H: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-                AHEAD: tl.constexpr, INSIDE: tl.constexpr, LATER: tl.constexpr, PAIR: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr,
-                FULL: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
+                AHEAD: tl.constexpr, INSIDE: tl.constexpr, LATER: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr, FULL: tl.constexpr,
+                HP: tl.constexpr, KP: tl.constexpr):
     # Backward of read_kernel, one token a program. The gradient g of the read takes mix's place, and D = <g, mix>. With the
     # pre-norm (NORM) the gradient a of x = mix / rms arrives, and g = (a - x mean(a x)) / rms. Then slot `site` pulls from its
     # own site, from the sites up to last - 1 if there are any (LATER; TWO at a time: more loads in flight), and takes over what
-    # was pulled for it ahead (AHEAD); inside a block, slot site + 1 contains this one, so dy_next is added (INSIDE). PAIR: the
-    # finished slot before this one, `lower`, pulls from the same sites, so two slots fetch them once.
+    # was pulled for the group (AHEAD); inside a block, slot site + 1 contains this one, so dy_next is added (INSIDE).
     # dz_out [slots of the group, H, tokens, columns] gets dz / rho, columns counted from slot0.
     token = tl.program_id(0).to(tl.int64)
     cols, inside, qcols, is_key = head_tile(H, K, R, HP, KP)
@@ -395,10 +394,6 @@ def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, parti
     o = tl.load(mix + here * d + cols, inside, 0.0).to(tl.float32)
     if INSIDE:
         rest = tl.load(dy_next + token * d + cols, inside, 0.0)
-    if PAIR:
-        below = lower.to(tl.int64) * tokens + token
-        v2 = tl.load(bank + below * d + cols, inside, 0.0).to(tl.float32)
-        r2 = tl.load(inv_rho + below * H + heads, heads < H, 0.0)
     g = tl.load(grad + token * d + cols, inside, 0.0)  # the last of the loads: all are under way before the first sum
     if NORM:
         scale, a = tl.load(inv_rms + here), g.to(tl.float32)
@@ -414,11 +409,6 @@ def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, parti
     dv, c, dz = pull_from(tl.zeros([HP, KP], tl.float32), tl.zeros([HP], tl.float32), z, gv, g, q, s, Dt, r)
     out = dz_out + (((site - slot0) * H + heads) * tokens + token) * columns - slot0
     tl.store(out + site, dz, heads < H)
-    if PAIR:
-        z, gv = tl.reduce((q * v2, g * v2), 1, add2)
-        dv2, c2, dz = pull_from(tl.zeros([HP, KP], tl.float32), tl.zeros([HP], tl.float32), z, gv, g, q, s, Dt, r2)
-        out2 = dz_out + (((lower - slot0) * H + heads) * tokens + token) * columns - slot0
-        tl.store(out2 + site, dz, heads < H)
     if LATER:
         for t in range(site + 1, last, 1 + TWO):
             g, q, s, Dt = load_site(t, token, mix, query, lse, D, cols, inside, qcols, is_key, tokens, d, H, R, HP)
@@ -428,17 +418,10 @@ def pull_kernel(grad, bank, inv_rho, query, mix, lse, inv_rms, D, partial, parti
                 z, gv, z2, gv2 = tl.reduce((q * v, g * v, q2 * v, g2 * v), 1, add4)
                 dv, c, dz = pull_from(dv, c, z2, gv2, g2, q2, tl.where(t + 1 < last, s2, float("inf")), Dt2, r)
                 tl.store(out + t + 1, dz, heads < tl.where(t + 1 < last, H, 0))
-            elif PAIR:
-                z, gv, z2, gv2 = tl.reduce((q * v, g * v, q * v2, g * v2), 1, add4)
-                dv2, c2, dz = pull_from(dv2, c2, z2, gv2, g, q, s, Dt, r2)
-                tl.store(out2 + t, dz, heads < H)
             else:
                 z, gv = tl.reduce((q * v, g * v), 1, add2)
             dv, c, dz = pull_from(dv, c, z, gv, g, q, s, Dt, r)
             tl.store(out + t, dz, heads < H)
-    if PAIR:
-        tl.store(partial + token * d + cols, dv2, inside)
-        tl.store(partial_c + token * H + heads, c2, heads < H)
     if AHEAD:
         dv += tl.load(partial + token * d + cols, inside, 0.0).to(tl.float32)
         c += tl.load(partial_c + token * H + heads, heads < H, 0.0)
@@ -592,15 +575,15 @@ class Slots:
         M, s, ends = self.sites - 1, self.shape, sorted({operator.index(e) for e in ends})
         if any(not 0 < e <= M for e in ends):
             raise ValueError(f"block ends must lie in 1..{M}")
-        self.seen, self.is_end = [0, *ends], [i in (0, *ends) for i in range(M + 1)]
-        self.before = [sum(e < t for e in self.seen) for t in range(M + 2)]  # finished slots before site t
+        seen, self.is_end = [0, *ends], [i in (0, *ends) for i in range(M + 1)]
+        self.before = [sum(e < t for e in seen) for t in range(M + 2)]  # finished slots before site t
         starts = [0]
-        for t in range(1, M + 1):  # a group starts after a block end and holds at least CHUNK sites, and whole pairs of finished slots
-            if self.is_end[t - 1] and t - max(1, starts[-1]) >= CHUNK and (s.chunked or self.before[t] % 2 == 0):
+        for t in range(1, M + 1):  # a group starts after a block end and holds at least CHUNK sites
+            if self.is_end[t - 1] and t - max(1, starts[-1]) >= CHUNK:
                 starts.append(t)
         self.groups = list(zip(starts, starts[1:] + [M + 1]))  # [(first site, past the last site)]
         self.group = [g for g in self.groups for _ in range(*g)]
-        self.finished, self.flags = on_device((tuple(self.seen), tuple(map(int, self.is_end))), x.device)
+        self.finished, self.flags = on_device((tuple(seen), tuple(map(int, self.is_end))), x.device)
         self.q = query.detach().float().contiguous()  # [M+1, H, R]
         self.q_hi = self.q.to(x.dtype)
         self.q_lo = (self.q - self.q_hi.float()).to(x.dtype)
@@ -609,7 +592,7 @@ class Slots:
         self.inv_rho, self.lse = new(M + 1, s.tokens, s.H), new(M + 1, s.tokens, s.H)
         self.mix = new(M + 1, s.tokens, s.d, dtype=x.dtype)
         self.inv_rms = new(M + 1, s.tokens) if prenorm else self.lse  # not read then: the kernel needs some pointer
-        self.new, self.reads, self.top, self.dy, self.paired, self.lower = new, 0, None, None, 0, -1
+        self.new, self.reads, self.top, self.dy, self.paired = new, 0, None, None, 0
 
     def read(self, t, y):
         """Write y into slot t and read at site t."""
@@ -641,28 +624,21 @@ class Slots:
         ahead = s.chunked and self.top > b and count > 1
         if t == b - 1:
             self.dz = new(b - a, s.H, s.tokens, columns, dtype=self.bank.dtype)
-            self.partial = self.partial_c = self.D  # not read, unless
             if ahead:
                 self.partial, self.partial_c = new(b - a, s.tokens, s.d, dtype=self.bank.dtype), new(b - a, s.tokens, s.H)
                 pull_ahead_kernel[(s.tokens, s.H, triton.cdiv(count, TILE))](
                     self.bank, self.inv_rho, self.q_hi, self.mix, self.lse, self.D, self.finished, self.partial,
                     self.partial_c, self.dz, a, p, count, b, self.top, s.tokens, columns, **s.sizes, **s.pull_ahead)
-            elif not s.chunked:  # for one slot at a time
-                self.partial, self.partial_c = new(1, s.tokens, s.d, dtype=self.bank.dtype).expand(b - a, -1, -1), new(1, s.tokens, s.H).expand(b - a, -1, -1)
+            else:
+                self.partial = self.partial_c = self.D  # not read
         dy = new(s.tokens, s.d, dtype=self.bank.dtype)
-        j = self.before[t]  # of the finished slots, if t is one
-        last = self.top if self.is_end[t] else t + 1
-        pulled = self.is_end[t] and (ahead and j < p + count or self.lower == t)
-        if pulled:
-            last = b if ahead else self.seen[j + 1]
-        pair = not s.chunked and self.is_end[t] and j % 2 == 1 and self.top - t > 3  # to carry a slot costs as much as to fetch three
-        if pair:
-            self.lower = self.seen[j - 1]
+        pulled = ahead and self.is_end[t] and self.before[t] < p + count
+        last = b if pulled else self.top if self.is_end[t] else t + 1
         inside = not self.is_end[t] and t + 1 < self.top
         pull_kernel[(s.tokens,)](
             grad, self.bank, self.inv_rho, self.q, self.mix, self.lse, self.inv_rms, self.D, self.partial[t - a], self.partial_c[t - a],
-            self.dy if inside else dy, dy, self.dz, t, a, last, self.lower, s.tokens, columns, **s.sizes,
-            AHEAD=pulled, INSIDE=inside, LATER=last > t + 1, PAIR=pair, NORM=self.prenorm, **s.pull | (dict(TWO=False) if pair else {}))
+            self.dy if inside else dy, dy, self.dz, t, a, last, s.tokens, columns, **s.sizes,
+            AHEAD=pulled, INSIDE=inside, LATER=last > t + 1, NORM=self.prenorm, **s.pull)
         if t == a:
             T = 16 if columns == 16 else 32 if columns == 32 else 64
             RP = max(16, min(128, triton.next_power_of_2(s.R)))

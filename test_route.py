@@ -827,7 +827,6 @@ CHAINS = {  # the last column: the least number of sites that read older slots t
     "many-tokens": (dict(M=1, d=32, H=2, R=5, lead=(67,), prenorm=True), 1),
     "40-slots": (dict(M=39, d=40, H=2, R=16, lead=(1,), ends=[*range(1, 20), *range(30, 40)]), 8),  # a group of 14 sites
     "pairs": (dict(M=7, d=1200, H=2, R=600, lead=(1,), prenorm=True), 2),  # heads too wide for tiles: sites in pairs
-    "pairs-blocks": (dict(M=7, d=520, H=1, R=130, norm="slice", lead=(1,), ends=[3, 5, 7]), 2),
     "two-slices": (dict(M=4, d=512, H=1, R=128, lead=(2,)), 1),
     "no-tokens": (dict(M=3, lead=(0, 2)), 1),
     "no-sublayer": (dict(M=0), 2),
@@ -1191,8 +1190,7 @@ def test_fused_memory():
 
 @gpu
 def test_capture():
-    """A micro batch as a graph: the first replaces the gradients, a second adds to them, with other inputs each time; a loss without
-    gradients between them uses their memory and leaves the gradients alone."""
+    """A micro batch as a graph: the first replaces the gradients, a second adds to them, with other inputs each time."""
     net = GPT(GPTConfig(**SMALL)).cuda()
 
     def backward(idx, first):
@@ -1203,16 +1201,8 @@ def test_capture():
     batches = [tokens(seed, 2).cuda() for seed in (3, 4, 5)]
     first, pool = model.capture(lambda idx: backward(idx, True), batches[0])
     more, _ = model.capture(lambda idx: backward(idx, False), batches[0], pool=pool)
-    with torch.no_grad():
-        held = torch.cuda.memory_reserved()
-        model.on_capture_stream(net, batches[0], batches[0], pool=pool)
-        loss, _ = model.capture(lambda idx: net(idx, idx), batches[0], pool=pool)
-        assert torch.cuda.memory_reserved() <= held
     for a, b in (batches[:2], batches[1:]):
-        first(a)
-        with torch.no_grad():
-            assert torch.equal(loss(b), net(b, b))
-        more(b)
+        first(a), more(b)
         replayed = [p.grad.clone() for p in net.parameters() if p.grad is not None]
         other = GPT(net.config).cuda()
         other.load_state_dict(net.state_dict())
