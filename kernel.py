@@ -282,7 +282,7 @@ def read_kernel(y, bank, inv_rho, query, mix, lse, inv_rms, finished, site, p0, 
     if PAIR:
         q2 = tl.load(query + (site + 1) * H * R + qcols, is_key, 0.0)
         m2, l2, acc2 = tl.full([HP], float("-inf"), tl.float32), tl.zeros([HP], tl.float32), tl.zeros([HP, KP], tl.float32)
-    for p in range(p0, p1):
+    for p in tl.range(p0, p1, num_stages=3):  # the next slots are fetched meanwhile
         row = tl.load(finished + p).to(tl.int64) * tokens + token
         v = tl.load(bank + row * d + cols, inside, 0.0).to(tl.float32)
         r = tl.load(inv_rho + row * H + heads, heads < H, 0.0)

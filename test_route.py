@@ -827,6 +827,7 @@ CHAINS = {  # the last column: the least number of sites that read older slots t
     "many-tokens": (dict(M=1, d=32, H=2, R=5, lead=(67,), prenorm=True), 1),
     "40-slots": (dict(M=39, d=40, H=2, R=16, lead=(1,), ends=[*range(1, 20), *range(30, 40)]), 8),  # a group of 14 sites
     "pairs": (dict(M=7, d=1200, H=2, R=600, lead=(1,), prenorm=True), 2),  # heads too wide for tiles: sites in pairs
+    "pairs-blocks": (dict(M=7, d=520, H=1, R=130, norm="slice", lead=(1,), ends=[3, 5, 7]), 2),
     "two-slices": (dict(M=4, d=512, H=1, R=128, lead=(2,)), 1),
     "no-tokens": (dict(M=3, lead=(0, 2)), 1),
     "no-sublayer": (dict(M=0), 2),
