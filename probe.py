@@ -885,12 +885,15 @@ def draw_compare(plt, result, figure, runs):
         margin = 0.05 * (max(late) - min(late)) or 0.1
         ax.set(xlabel="optimizer step", ylabel="validation loss (nats)", ylim=(min(late) - margin, max(late) + margin))
     elif figure == "width":
-        lines = defaultdict(dict)  # of each route and width the best, where several groups differ in something else
-        for run in sorted(groups, key=lambda run: -run["group"]["loss"]):
-            if run["config"].route != "baseline" and run["group"]["delta"] is not None:
-                lines[flags_of(run["config"])][run["config"].d_model] = run["group"]
-        if not lines:
+        routed = [run for run in groups if run["config"].route != "baseline" and run["group"]["delta"] is not None]
+        if not routed:
             fail("--figure=width needs runs with a baseline, and these")
+        layers, lines = defaultdict(set), defaultdict(dict)  # of each route and width the best, where several groups differ in something else
+        for run in routed:
+            layers[run["config"].d_model].add(run["config"].n_layer)
+        deep = lambda c: f" --n_layer={c.n_layer}" if max(map(len, layers.values())) > 1 else ""
+        for run in sorted(routed, key=lambda run: -run["group"]["loss"]):
+            lines[flags_of(run["config"]) + deep(run["config"])][run["config"].d_model] = run["group"]
         for i, (name, points) in enumerate(sorted(lines.items())):
             widths = sorted(points)
             ax.errorbar(widths, [points[d]["delta"] for d in widths], yerr=[points[d]["delta_std"] or 0 for d in widths], fmt="o^sDv"[i % 5] + "-",

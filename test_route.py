@@ -2910,7 +2910,22 @@ def test_the_readmes_tables_are_what_compare_prints(command, monkeypatch, capsys
 
 
 def test_the_readme_has_tables():
-    assert [command.split()[2] for command, _ in README_TABLES] == ["results/nano", "results/ladder", "results/ladder/*-512x12-1e-3-*", "results/graft"]
+    assert [command.split()[2] for command, _ in README_TABLES] == ["results/nano", "results/ladder", "results/ladder/*-512x12-1e-3-*", "results/heads", "results/graft"]
+
+
+def test_the_readmes_commands_made_the_kept_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("out").symlink_to(HERE / "results")
+    script = re.search(r"```bash\n(python prepare.py .*?)```", (HERE / "README.md").read_text(), re.S)[1]
+    lines = subprocess.run(["bash", "-c", 'python() { echo "$@"; }\n' + script], capture_output=True, text=True, check=True).stdout.splitlines()
+    made = []
+    for flags in (parse_flags(train.TrainConfig, GPTConfig, argv=line.split()[1:]) for line in lines if line.startswith("train.py")):
+        made.append(flags.pop("out"))
+        config, recipe = train.configure(flags)
+        kept = model.read_config(made[-1])
+        assert vars(config) | {"vocab_size": 257} == kept["model"] and vars(recipe) | {"data": "data/env"} == kept["train"], made[-1]
+    groups = ("ladder", "ranks", "heads", "graft")
+    assert sorted(made) == sorted(f"out/{folder.relative_to(HERE / 'results')}" for group in groups for folder in (HERE / "results" / group).iterdir())
 
 
 @pytest.fixture
@@ -2974,6 +2989,9 @@ def test_probe_compare_draws_the_numbers(fakes, monkeypatch):
     (points, errors) = bars(axes("width", *every, slow))["lr --blocks=2 --rank=8"]
     assert points == [[32, pytest.approx(-0.2775)]] and errors == [[[32, pytest.approx(-0.2775 - 0.199 / 2**0.5)], [32, pytest.approx(-0.2775 + 0.199 / 2**0.5)]]]
     assert bars(axes("width", *every))["mhar"][0] == [[32, pytest.approx(-0.3)], [64, pytest.approx(-0.5)]]
+    deep = [fake_run("deep", [3.0, 1.5], n_layer=4), fake_run("mhar-deep", [3.0, 1.4], route="mhar", n_layer=4)]  # better, but another line
+    assert [bars(axes("width", *every, *deep))[f"mhar --n_layer={n}"][0] for n in (2, 4)] == [
+        [[32, pytest.approx(-0.3)], [64, pytest.approx(-0.5)]], [[32, pytest.approx(-0.1)]]]
     (points, errors) = bars(axes("flops", *lr[8, 2]))["lr --blocks=2 --rank=8"]
     assert points[0][1] == pytest.approx(1.8225) and points[0][0] > 0 and errors[0][1][1] - errors[0][0][1] == pytest.approx(2 * 0.001 / 2**0.5)
     assert lines(axes("norms", *every)) == {"N = 2": [[8, 5], [16, 9]], "N = full": [[8, 4]]}  # means of the norms r and N
