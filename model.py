@@ -104,10 +104,9 @@ class GPTConfig:
         check(factor > 0 and 0 < low < high and original > 0,
               f'rope_scaling must read "factor,low,high,original length", low < high, not {self.rope_scaling!r}')
 
+        takers = {"heads": ("mhar",), "headwise": ("mhar",), "rank": ("lr", "mhar"), "keys": ("lr",), "delta": ("attnres", "lr", "mhar")}  # others: any depth route
         for name, default in ROUTING_FLAGS.items():
-            given = getattr(self, name) != default
-            allowed = {"mhar": name != "keys", "attnres": name not in ("heads", "rank", "headwise", "keys"),
-                       "lr": name not in ("heads", "headwise")}.get(self.route, False)
+            given, allowed = getattr(self, name) != default, self.route in takers.get(name, DEPTH_ROUTES)
             hint = "; low-rank multi-head is route=mhar with rank" if (self.route, name) in (("lr", "heads"), ("attnres", "rank")) else ""
             check(allowed or not given, f"route={self.route} takes no {name}{hint}")
         check(self.route in DEPTH_ROUTES or self.kernel != "triton", f"route={self.route} has no kernels: use kernel=auto")
@@ -149,7 +148,8 @@ class GPTConfig:
         return [-(-self.M * j // self.N) for j in range(1, self.N + 1)]
 
     def slots(self, t: int) -> list[int]:
-        """S(t), the slots that site t reads: the embedding, each finished block, and the partial sum of the open one."""
+        """S(t), the slots that site t reads: the embedding, each finished block, and the partial sum of the open one.
+        With M = 12 and N = 4 blocks end at 3, 6, 9, 12, and S(5) = 0, 3, 5: slot 5 is the sum of the outputs 4 and 5."""
         ends = [e for e in self.ends if e <= t]
         return [0] + ends + ([t] if t > 0 and t not in ends else [])
 
@@ -173,7 +173,6 @@ class GPTConfig:
         return 6 * macs
 
 
-DEPTH_ROUTES = ("attnres", "lr", "mhar")
 HC_STREAMS = 4  # n of hyper-connections
 ROUTING_FLAGS = dict(blocks=None, rank=None, heads=None, key_norm="auto", key_gain="auto", keys="slice", delta=False, headwise=False)
 
@@ -321,6 +320,7 @@ class Depth:
     """Attention over depth: AttnRes, LR, MHAR and low-rank MHAR, full and block. Slot 0 is the embedding, slot i the
     running sum of its block up to sublayer output i; site t reads the slots S(t) = config.slots(t), through route() or the
     fused kernels of kernel.py, whose Bank keeps the slots itself."""
+    fused = True  # False for a subclass whose reads the kernels do not know
     fuse_norm = True  # the kernels' reads do the sublayer's RMSNorm on the way
     watched = None  # called at every read, see watch_routing
 
@@ -344,7 +344,7 @@ class Depth:
         fold = lambda name: router[f"{name}query"] * router[f"{name}gain"] if config.gain else router[f"{name}query"]
         self.query = fold("")  # [M + 1, H, R], a gain only rescales a query
         self.group_query = fold("group_") if config.headwise else None  # [L, KV, d]
-        fused = self.keys is None and x.dtype != torch.float64 and Depth.watched is None
+        fused = self.fused and self.keys is None and x.dtype != torch.float64 and Depth.watched is None
         self.kernel = kernels(config.kernel, x.device.type) if fused else None
         self.bank, self.normed = None, False
         if self.kernel and not config.headwise:
@@ -372,11 +372,11 @@ class Depth:
         if self.bank:
             return self.bank.write(y)
         t, self.written = self.written, self.written + 1
-        banks = [(self.sources, y)]
+        added = [(self.sources, y)]
         if self.keys is not None:  # a block's key is the sum of its outputs' keys
-            banks += [(self.keys, F.linear(hidden, self.router["key_mlp" if t % 2 else "key_attn"][t // 2].to(y.dtype)))]
-        for bank, new in banks:
-            bank.append(bank.pop() + new if t > 0 and t not in self.config.ends else new)
+            added += [(self.keys, F.linear(hidden, self.router["key_mlp" if t % 2 else "key_attn"][t // 2].to(y.dtype)))]
+        for slots, new in added:  # to the open block's sum; after a block end, and after the embedding, a block begins
+            slots.append(slots.pop() + new if t > 0 and t not in self.config.ends else new)
 
 
 @contextmanager
@@ -483,7 +483,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (RMSNorm(c.head_dim, c), RMSNorm(c.head_dim, c)) if c.qk_norm else (nn.Identity(), nn.Identity())
 
     def project(self, x, linear, gain):
-        """x [B, T, d], or [KV, B, T, d] with an own input for each KV group (headwise) -> [B, heads, T, head_dim]."""
+        """x [B, T, d], or [KV, B, T, d] with an own input for each KV group g (headwise) -> [B, heads, T, head_dim]."""
         if x.ndim == 4:
             y = torch.einsum("gbtd,god->btgo", x, linear.weight.to(x.dtype).unflatten(0, (len(x), -1))).flatten(2)
         else:
@@ -616,6 +616,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 # The model
 
 STREAMS = {"baseline": Residual, "hc": HyperConnections, "attnres": Depth, "lr": Depth, "mhar": Depth}
+DEPTH_ROUTES = tuple(name for name, stream in STREAMS.items() if issubclass(stream, Depth))
 
 
 class GPT(nn.Module):
@@ -783,7 +784,7 @@ def read_weights(folder, checkpoint="ckpt.pt", ema=False):
         if GPTConfig(**run["model"]).tied:  # the average has it once
             weights["head.weight"] = weights["embed.weight"]
     except FileNotFoundError:
-        raise ValueError(f"{folder} has no {checkpoint} yet")
+        raise ValueError(f"{folder} has no {checkpoint}")
     except Exception as e:  # torch.load raises nearly everything
         raise ValueError(f"{file} does not hold this run's model: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
     if ema and not average:

@@ -32,12 +32,13 @@ so slices that agree give 0; beside it random queries of the same norm, the exce
 --sources slots at every site, and the sources' mean cosine (MHAR table 6). Of the queries alone (gain folded in): the rank and singular
 values of all sites' queries as one matrix (LR 4.8), exp of the entropy of the squared coordinates' shares, and zeros (LR appendix E).
 
-compare: a run's loss is the mean of its last --tail evaluations. A finished baseline with the same seed, backbone, data and recipe
+compare: a run's loss is the mean of its last --tail evaluations (three of 20). A finished baseline with the same seed, backbone, data and recipe
 (the best, if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation /
 sqrt(seeds). A folder of runs stands for them all. Runs that go on from models whose names end in the run's seed (--init_from) are
 seeds of one row. A flag is in a run's name if it tells runs apart; heads and MLP not where they follow from d_model.
 Columns: speed, tokens/s over that baseline's (medians of the steps); |grad|, var |grad| and clipped, the mean and variance of the
 gradient's norm over the logged steps and the share of them above --clip; GiB, the most memory that a GPU held.
+Figures by width, rank or heads draw the best of the rows that differ in something else.
 --gain fits L = A C^-alpha + E through the baselines, C = FLOPs in training: how much more compute a baseline needs for a run's loss
 (MHAR 3.2). --items compares eval.py's results item by item: exact McNemar test and a bootstrap interval of the difference.
 """
@@ -109,10 +110,10 @@ class Queries:
 
 @dataclass
 class Compare:
-    tail: int = 11  # evaluations at the end whose mean is a run's loss
+    tail: int | None = None  # evaluations at the end whose mean is a run's loss; unset: a seventh of them, at most 11
     gain: bool = False  # compute-equivalent gain: needs baselines of three different amounts of compute
     items: bool = False  # also what eval.py wrote to RUN/eval/*.json, item by item
-    figure: Literal["curves", "width", "grid", "flops", "norms", "heads"] = "curves"  # width: deltas; grid: lr's ranks and blocks; norms: of gradients; heads: H and KV
+    figure: Literal["curves", "width", "grid", "flops", "norms", "heads"] = "curves"  # width: deltas, a line for each depth if a width has several; grid: lr's ranks and blocks; norms: of gradients; heads: H and KV
     json: str | None = None  # write the numbers to this file
     plot: str | None = None  # draw the figure: .png, .svg or .pdf
 
@@ -232,9 +233,11 @@ def visit_reads(model, idx, docs, visit):
     j counts the reads of a site, several only with headwise."""
     count = Counter()
 
-    def each(t, *read):
+    def each(t, weights, *read):
         if t > 0:
-            visit((t, count[t]), *read)
+            if len(weights) != (n := len(model.config.slots(t))):
+                raise ValueError(f"site {t} reads {len(weights)} sources, and config.slots({t}) names {n}: they must be the same")
+            visit((t, count[t]), weights, *read)
             count[t] += 1
 
     with watch_routing(each):
@@ -548,7 +551,7 @@ def read_run(folder, tail):
         for name, value in (recipe | settings | {"device": run.get("device"), "ranks": run.get("ranks")}).items():
             if not isinstance(value, str | int | float | None):
                 raise TypeError(f"{name} is {value!r}")
-        last = [loss for _, loss in evals[-tail:]]
+        last = [loss for _, loss in evals[-(tail or min(11, math.ceil(len(evals) / 7))):]]
         return {"run": str(folder), "config": config, "backbone": backbone, "recipe": recipe, "size": str(settings["size"]), "seed": settings["seed"],
                 "machine": (run.get("device"), run.get("ranks")),
                 "loss": statistics.mean(last), "evaluations": len(last), "final_loss": last[-1],
@@ -681,7 +684,7 @@ def compare_items(against):
 
 
 def run_compare(c, *folders):
-    if c.tail < 1:
+    if c.tail is not None and c.tail < 1:
         fail("--tail must be positive")
     if c.figure != "curves" and not c.plot:
         fail(f"--figure={c.figure} is drawn to a file: give --plot=FILE")
@@ -697,7 +700,7 @@ def run_compare(c, *folders):
     rows = compare(runs)
     names = MEANS | {"delta_over_se": "|delta|/SE"}
     table([{names.get(name, name): value for name, value in row.items()} for row in rows])
-    short = [f"{run['run']} ({run['evaluations']})" for run in runs if run["evaluations"] < c.tail]
+    short = [f"{run['run']} ({run['evaluations']})" for run in runs if run["evaluations"] < (c.tail or 0)]
     unfinished = [f"{run['run']} ({run['step']} of {run['steps']})" for run in runs if run["step"] < run["steps"]]
     for what, some in ((f"fewer evaluations than {c.tail}", short), ("not at their last step", unfinished)):
         if some:
@@ -900,7 +903,7 @@ def draw_compare(plt, result, figure, runs):
                         color=COLORS[i % 7], label=name, capsize=2)
         ax.axhline(0, color=COLORS[6], linewidth=0.6)
         ax.set_xticks(sorted({d for points in lines.values() for d in points}))
-        ax.set(xlabel="width d", ylabel="loss minus the baseline's (nats)")
+        ax.set(xlabel="width d", ylabel="loss minus the baseline's (nats; bars: std)")
     elif figure == "flops":
         for i, run in enumerate(groups):
             ax.errorbar(run["added_flops_percent"], run["group"]["loss"], yerr=run["group"]["std"], fmt="o^sDv"[i % 5], color=COLORS[i % 7],

@@ -2064,16 +2064,28 @@ def test_bad_input_is_one_line_and_exit_code_2(inside, capsys, script, flags, sa
     assert sorted(inside.rglob("*")) == before  # nothing written
 
 
-def test_the_readme_adds_a_route(inside, monkeypatch):
-    """The README's example of a route of one's own, as it stands there."""
-    code = re.search(r"```python\n(class Scaled.*?)```", (HERE / "README.md").read_text(), re.S)[1]
+def test_the_readme_adds_a_route(inside, monkeypatch, capsys):
+    """The README's examples of a route of one's own, as they stand there."""
     scope = dict(vars(model))
-    exec(code, scope)
+    for code in re.findall(r"```python\n(class .*?)```", (HERE / "README.md").read_text(), re.S):
+        exec(code, scope)
     monkeypatch.setitem(model.STREAMS, "scaled", scope["Scaled"])
-    monkeypatch.setitem(GPTConfig.__annotations__, "route", Literal["scaled"])
+    monkeypatch.setitem(model.STREAMS, "recent", scope["Recent"])
+    monkeypatch.setattr(model, "DEPTH_ROUTES", (*model.DEPTH_ROUTES, "recent"))
+    monkeypatch.setattr(probe, "DEPTH_ROUTES", model.DEPTH_ROUTES)
+    monkeypatch.setitem(GPTConfig.__annotations__, "route", Literal["scaled", "recent"])
     inline(train, *TINY, "--data=small", "--route=scaled", "--lr=1e-2", "--out=out/scaled")
     state = torch.load(inside / "out/scaled/ckpt.pt", weights_only=True)["model"]
     assert state["router.scale"].shape == (5,) and (state["router.scale"] != 1).all()
+    inline(train, *TINY, "--data=small", "--route=recent", "--blocks=4", "--key_gain=off", "--out=out/recent")
+    net, _ = load_run("out/recent")
+    with model.watch_routing() as reads:
+        net(tokens(3, 2))
+    assert [len(weights) for _, weights in reads] == [1, 2, 3, 4, 4]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        inline(probe, "routing", "out/recent")
+    assert "site 4 reads 4 sources, and config.slots(4) names 5" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -2910,7 +2922,8 @@ def test_the_readmes_tables_are_what_compare_prints(command, monkeypatch, capsys
 
 
 def test_the_readme_has_tables():
-    assert [command.split()[2] for command, _ in README_TABLES] == ["results/nano", "results/ladder", "results/ladder/*-512x12-1e-3-*", "results/heads", "results/graft"]
+    assert [command.split()[2] for command, _ in README_TABLES] == [
+        "results/nano", "results/ladder/*x12-*", "results/ladder/*x24-*", "results/ladder/*-512x12-1e-3-*", "results/heads", "results/graft"]
 
 
 def test_the_readmes_commands_made_the_kept_runs(tmp_path, monkeypatch):
@@ -2939,7 +2952,7 @@ def test_probe_compare(fakes):
     curve = lambda last: [5.0, 4.0] + [last + 0.01 * (i - 5) for i in range(11)]  # eleven evaluations of mean `last`, two before
     runs = [fake_run("base-42", curve(3.0)), fake_run("base-43", curve(3.2), seed=43), fake_run("other", curve(1.0), seed=42, d_model=48),
             *[fake_run(f"mhar-{s}", curve(x), seed=s, speed=800, norms=(0.5, 2.0), route="mhar", blocks=2) for s, x in ((42, 2.9), (43, 3.0), (44, 2.0))]]
-    found = probe_json(fakes, "compare", *runs, f"--plot={fakes / 'curves.svg'}")
+    found = probe_json(fakes, "compare", *runs, "--tail=11", f"--plot={fakes / 'curves.svg'}")
     rows = {row["runs"]: row for row in found["groups"]}
     assert set(rows) == {"baseline --d_model=32", "baseline --d_model=48", "mhar --blocks=2 --d_model=32"}
     row = rows["mhar --blocks=2 --d_model=32"]  # differences -0.1, -0.2 (the seed 44 has no baseline): mean -0.15, std 0.0707, SE 0.05
@@ -3009,7 +3022,7 @@ def test_probe_compare_groups_continued_runs(fakes):
     runs = [fake_run(f"{route}-{s}", [3.0, x], seed=s, route=route, recipe={"init_from": f"out/first-{s}"})
             for s, route, x in ((42, "baseline", 2.0), (43, "baseline", 2.2), (42, "mhar", 1.9), (43, "mhar", 2.0))]
     rows = probe_json(fakes, "compare", *runs)["groups"]
-    assert [(row["runs"], row["seeds"], row["delta"]) for row in rows] == [("baseline", 2, 0), ("mhar", 2, pytest.approx(-0.075))]  # means of two evaluations
+    assert [(row["runs"], row["seeds"], row["delta"]) for row in rows] == [("baseline", 2, 0), ("mhar", 2, pytest.approx(-0.15))]
     others = [fake_run("other", [3.0, 1.0], seed=44, route="mhar", recipe={"init_from": "out/other-44"}), fake_run("fresh", [3.0, 1.0], seed=45, route="mhar")]
     rows = probe_json(fakes, "compare", *runs[2:], *others)["groups"]
     assert [(row["runs"], row["seeds"]) for row in rows] == [("mhar --init_from=out/first-SEED", 2), ("mhar --init_from=out/other-SEED", 1), ("mhar", 1)]
@@ -3075,10 +3088,16 @@ def test_probe_compare_leaves_out_what_is_no_run(fakes, capsys):
     shutil.copytree(good, "out/logless"), Path("out/logless/log.jsonl").unlink()
     shutil.copytree(good, "out/odd"), Path("out/odd/log.jsonl").write_text('{"val_loss": 3.0}\n')
     found = probe_json(fakes, "compare", good, cut, empty, "out/none", "out/logless", "out/odd", "out/nothing")
-    assert [(run["run"], run["loss"], run["evaluations"]) for run in found["runs"]] == [(good, 2.5, 2), (cut, 2.5, 2)]
+    assert [(run["run"], run["loss"], run["evaluations"]) for run in found["runs"]] == [(good, 2.0, 1), (cut, 2.0, 1)]
     assert capsys.readouterr().err.count("left out: ") == 5
     found = probe_json(fakes, "compare", "out")  # all that are in it
     assert [run["run"] for run in found["runs"]] == [cut, good] and capsys.readouterr().err.count("left out: ") == 3
+
+
+@pytest.mark.parametrize("evaluations, averaged", [(1, 1), (7, 1), (10, 2), (20, 3), (70, 10), (71, 11), (500, 11)])
+def test_probe_compare_averages_the_last_seventh(fakes, evaluations, averaged):
+    run = fake_run("run", [1.0 / i for i in range(1, evaluations + 1)])
+    assert probe_json(fakes, "compare", run)["runs"][0]["loss"] == pytest.approx(np.mean([1.0 / i for i in range(evaluations - averaged + 1, evaluations + 1)]))
 
 
 def test_probe_power_law(fakes, capsys):

@@ -578,7 +578,8 @@ def plan(model, c, micro, world):
     with torch.device("meta"):
         count = GPT(model).num_params()
     tokens, flops = c.steps * c.batch * c.seq, model.flops(c.seq)
-    seconds = tokens * flops / (0.4 * PEAK_FLOPS["H100"] * world)
+    hours = tokens * flops / (0.4 * PEAK_FLOPS["H100"] * world) / 3600
+    duration = f"{hours:,.1f} hours" if hours >= 1 else f"{hours * 60:.2g} minutes"
     return "\n".join([
         f"{model.route} {c.size}: {count['total']:,} parameters ({count['routing']:,} routing), vocabulary {model.vocab_size:,}",
         f"{world} GPUs, {micro} x {c.seq} tokens a micro batch, {c.batch // world // micro} of them a step; GiB on each:",
@@ -586,7 +587,7 @@ def plan(model, c, micro, world):
         "  (peak: at the output head, or at the optimizer's step; most of the gradients take the activations' place)",
         *["  more in truth: this route has no fused kernels, and plain PyTorch keeps more for backward than is counted"]
         * (model.route == "hc" or model.headwise or model.keys == "projected"),
-        f"{tokens:,} tokens, {tokens * flops:.3g} FLOPs: {seconds / 3600:,.1f} hours at 40 % of an H100's {PEAK_FLOPS['H100'] / 1e12:.0f} TFLOP/s"])
+        f"{tokens:,} tokens, {tokens * flops:.3g} FLOPs: {duration} at 40 % of an H100's {PEAK_FLOPS['H100'] / 1e12:.0f} TFLOP/s"])
 
 
 def take_weights(model, folder):
@@ -681,7 +682,7 @@ def logged_until(log_file, step):
 
 def git_commit():
     try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
