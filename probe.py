@@ -33,7 +33,7 @@ so slices that agree give 0; beside it random queries of the same norm, the exce
 values of all sites' queries as one matrix (LR 4.8), exp of the entropy of the squared coordinates' shares, and zeros (LR appendix E).
 
 compare: a run's loss is the mean of its last --tail evaluations (three of 20). A finished baseline with the same seed, backbone, data and recipe
-(the best, if there are several learning rates) is subtracted; mean and standard deviation over seeds, SE = standard deviation /
+(the best, if there are several learning rates) is subtracted; mean and standard deviation over seeds (runs of one seed count once), SE = std /
 sqrt(seeds). A folder of runs stands for them all. Runs that go on from models whose names end in the run's seed (--init_from) are
 seeds of one row. A flag is in a run's name if it tells runs apart; heads and MLP not where they follow from d_model.
 Columns: speed, tokens/s over that baseline's (medians of the steps); |grad|, var |grad| and clipped, the mean and variance of the
