@@ -344,11 +344,12 @@ class Depth:
         fold = lambda name: router[f"{name}query"] * router[f"{name}gain"] if config.gain else router[f"{name}query"]
         self.query = fold("")  # [M + 1, H, R], a gain only rescales a query
         self.group_query = fold("group_") if config.headwise else None  # [L, KV, d]
+        # Three ways to read: kernel.Bank, which keeps the slots itself; kernel.route for each read (headwise); route() above.
         fused = self.fused and self.keys is None and x.dtype != torch.float64 and Depth.watched is None
         self.kernel = kernels(config.kernel, x.device.type) if fused else None
         self.bank, self.normed = None, False
         if self.kernel and not config.headwise:
-            self.normed = self.fuse_norm and torch.is_grad_enabled()  # the gain goes to the weights then: too much for one token
+            self.normed = self.fuse_norm and torch.is_grad_enabled()  # the norm's gain goes to the weights then (ScaledLinear): too much for one token
             self.bank = self.kernel.Bank(x, self.query, config.ends, norm=config.norm, eps=config.norm_eps, prenorm=self.normed)
 
     def mix(self, t, sources, query):
