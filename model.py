@@ -104,7 +104,8 @@ class GPTConfig:
         check(factor > 0 and 0 < low < high and original > 0,
               f'rope_scaling must read "factor,low,high,original length", low < high, not {self.rope_scaling!r}')
 
-        takers = {"heads": ("mhar",), "headwise": ("mhar",), "rank": ("lr", "mhar"), "keys": ("lr",), "delta": ("attnres", "lr", "mhar")}  # others: any depth route
+        takers = {"heads": ("mhar",), "headwise": ("mhar",), "rank": ("lr", "mhar"), "keys": ("lr",),
+                  "delta": ("attnres", "lr", "mhar")}  # the other flags: every route over depth
         for name, default in ROUTING_FLAGS.items():
             given, allowed = getattr(self, name) != default, self.route in takers.get(name, DEPTH_ROUTES)
             hint = "; low-rank multi-head is route=mhar with rank" if (self.route, name) in (("lr", "heads"), ("attnres", "rank")) else ""

@@ -38,7 +38,7 @@ sqrt(seeds). A folder of runs stands for them all. Runs that go on from models w
 seeds of one row. A flag is in a run's name if it tells runs apart; heads and MLP not where they follow from d_model.
 Columns: speed, tokens/s over that baseline's (medians of the steps); |grad|, var |grad| and clipped, the mean and variance of the
 gradient's norm over the logged steps and the share of them above --clip; GiB, the most memory that a GPU held.
-Figures by width, rank or heads draw the best of the rows that differ in something else.
+Figures by width (a line for each depth if a width has several), rank or heads draw the best of the rows that differ in something else.
 --gain fits L = A C^-alpha + E through the baselines, C = FLOPs in training: how much more compute a baseline needs for a run's loss
 (MHAR 3.2). --items compares eval.py's results item by item: exact McNemar test and a bootstrap interval of the difference.
 """
@@ -113,7 +113,7 @@ class Compare:
     tail: int | None = None  # evaluations at the end whose mean is a run's loss; unset: a seventh of them, at most 11
     gain: bool = False  # compute-equivalent gain: needs baselines of three different amounts of compute
     items: bool = False  # also what eval.py wrote to RUN/eval/*.json, item by item
-    figure: Literal["curves", "width", "grid", "flops", "norms", "heads"] = "curves"  # width: deltas, a line for each depth if a width has several; grid: lr's ranks and blocks; norms: of gradients; heads: H and KV
+    figure: Literal["curves", "width", "grid", "flops", "norms", "heads"] = "curves"  # width: deltas; grid: lr's ranks and blocks; norms: of gradients; heads: H and KV
     json: str | None = None  # write the numbers to this file
     plot: str | None = None  # draw the figure: .png, .svg or .pdf
 

@@ -7,7 +7,6 @@
 A preset (--size) brings the sizes and the recipe of its paper; any flag overrides it. The defaults below are nano's.
 """
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -422,11 +421,12 @@ def train(model_config, c, vocab_given=False):
 
     def mean_loss(rows):
         """Without gradients. A whole micro batch's is a graph too, in the memory that the others leave free between two steps."""
+        loss = lambda rows: loss_of(model, rows)
         if pool is None or len(rows) < micro:
-            return loss_of(model, rows)
+            return loss(rows)
         if "evaluation" not in graphs:
-            on_capture_stream(loss_of, model, rows, pool=pool)  # compiles
-            graphs["evaluation"], _ = capture(functools.partial(loss_of, model), rows, pool=pool)
+            on_capture_stream(loss, rows, pool=pool)  # compiles
+            graphs["evaluation"], _ = capture(loss, rows, pool=pool)
         return graphs["evaluation"](rows)
 
     @torch.no_grad()
@@ -682,7 +682,8 @@ def logged_until(log_file, step):
 
 def git_commit():
     try:
-        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
+        command = "git describe --always --dirty --abbrev=40 --exclude=*"  # -dirty: not what was committed
+        return subprocess.run(command.split(), cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
