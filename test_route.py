@@ -2064,6 +2064,19 @@ def test_bad_input_is_one_line_and_exit_code_2(inside, capsys, script, flags, sa
     assert sorted(inside.rglob("*")) == before  # nothing written
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_the_commit(tmp_path, monkeypatch):
+    """What config.json keeps: the whole hash, -dirty if the code is not what was committed, None where there is no repository."""
+    monkeypatch.setattr(train, "__file__", str(tmp_path / "train.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    git = lambda *args: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *args], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+    assert train.git_commit() is None
+    git("init"), (tmp_path / "train.py").write_text("1"), git("add", "train.py"), git("commit", "-m", "one"), git("tag", "-a", "v1", "-m", "v1")
+    assert train.git_commit() == git("rev-parse", "HEAD")
+    (tmp_path / "train.py").write_text("2")
+    assert train.git_commit() == git("rev-parse", "HEAD") + "-dirty"
+
+
 def test_the_readme_adds_a_route(inside, monkeypatch, capsys):
     """The README's examples of a route of one's own, as they stand there."""
     scope = dict(vars(model))
