@@ -297,24 +297,39 @@ class HyperConnections:
                   "beta": torch.ones(M, n), "w_beta": torch.zeros(M, d, 1), "s_beta": torch.full((M,), 0.01)}
         return params | ({"norm": torch.ones(M, d)} if config.norm_gain else {})
 
-    def __init__(self, x, config, router):
+    def __init__(self, x, config, router, compile=lambda f: f):
         self.config, self.router = config, router
+        self.weights, self.mix, self.add = compile(self.weights), compile(self.mix), compile(self.add)
         self.X = x.expand(HC_STREAMS, *x.shape)  # [n, B, T, d]
 
     def read(self, t):
-        c, p = self.config, self.router
-        if t == c.M:
+        if t == self.config.M:
             return self.X.mean(0)
-        X = wide(self.X)
-        h = F.rms_norm(X, X.shape[-1:], p["norm"][t] if c.norm_gain else None, c.norm_eps)
-        alpha = p["alpha"][t][:, None, None] + p["s_alpha"][t] * (h @ p["w_alpha"][t]).tanh()  # [n, B, T, n + 1]
-        self.b = p["beta"][t][:, None, None, None] + p["s_beta"][t] * (h @ p["w_beta"][t]).tanh()  # [n, B, T, 1]
-        mixed = torch.einsum("jbtk,jbtd->kbtd", alpha, X).to(self.X.dtype)
-        self.X = mixed[1:]
-        return mixed[0]
+        A, self.b = self.weights(self.X, self.config.norm_eps, **{name: p[t] for name, p in self.router.items()})
+        x, self.X = self.mix(self.X, A)
+        return x
 
     def write(self, y, hidden):
-        self.X = self.X + (self.b * y).to(y.dtype)
+        self.X = self.add(self.X, self.b, y)
+
+    # Three functions, since in one the compiler would form the tanh again for each of the d coordinates.
+
+    @staticmethod
+    def weights(X, eps, alpha, w_alpha, s_alpha, beta, w_beta, s_beta, norm=None):  # -> [A_m | A_r] [n, B, T, n + 1], b [n, B, T, 1]
+        n, w = HC_STREAMS, torch.cat([w_alpha, w_beta], -1)
+        w = F.pad(w if norm is None else norm[:, None] * w, (0, -(n + 2) % 8))  # as wide as tensor cores like it
+        inv_rms = (wide(X).square().mean(-1, keepdim=True) + eps).rsqrt()
+        dynamic = (wide(X @ w.to(X.dtype)) * inv_rms).tanh()
+        return alpha[:, None, None] + s_alpha * dynamic[..., :n + 1], beta[:, None, None, None] + s_beta * dynamic[..., n + 1:n + 2]
+
+    @staticmethod
+    def mix(X, A):  # -> the read [B, T, d], the copies [n, B, T, d]
+        x, *copies = ((A[..., k, None] * X).sum(0).to(X.dtype) for k in range(HC_STREAMS + 1))
+        return x, torch.stack(copies)
+
+    @staticmethod
+    def add(X, b, y):
+        return X + (b * y).to(y.dtype)
 
 
 class Depth:
@@ -664,10 +679,12 @@ class GPT(nn.Module):
         return LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.z_loss)
 
     def compile_parts(self):
-        """torch.compile for the sublayers: one compilation for each of the two kinds, whatever the depth. The reads between them and
-        the loss are fused anyway."""
+        """torch.compile for the sublayers, one compilation for each of the two kinds, whatever the depth, and for hyper-connections. Other
+        reads and the loss are fused anyway."""
         for sublayer in self.sublayers:
             sublayer.compile()
+        if self.stream is HyperConnections:
+            self.stream = functools.partial(HyperConnections, compile=functools.cache(torch.compile))
 
     @torch.no_grad()
     def generate(self, idx, n, temperature=1.0, top_k=None, top_p=None, window=None, generator=None):
@@ -726,7 +743,7 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     head                                        one chunk's logits and their gradient, the gradient of the head
     peak                                        at the head, or at the optimizer's step, whichever is more
 
-    Streams without fused kernels keep more in backward than is counted here: hc (three to five times), headwise, projected keys.
+    Reads that are neither fused nor compiled keep more in backward than is counted here: headwise, projected keys.
     """
     c = config
     with torch.device("meta"):
@@ -737,7 +754,7 @@ def memory(config, seq, micro, *, ranks=1, fsdp=False, recompute=False, optimize
     inside = sum(stored[name] for name, p in named.items() if name.startswith("sublayers.") and p.ndim == 2)
     total, q, kv = sum(stored.values()), c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     routed = c.route in DEPTH_ROUTES
-    copies = HC_STREAMS if c.route == "hc" else 0 if routed and not c.delta else 1
+    copies = HC_STREAMS + 2 if c.route == "hc" else 0 if routed and not c.delta else 1  # hc: its copies, the read and y
     attention, mlp = (4 * q + 3 * kv if c.qk_norm else 3 * q + 2 * kv), 3 * c.d_mlp
     if recompute:
         kept = copies * d * (c.M + 1) + d + max(attention, mlp)

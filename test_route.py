@@ -2597,6 +2597,30 @@ def test_memory_of_activations(route, stored, qk_norm):
     assert plan["bank"] == (0 if route == "baseline" else 2 * 3 * d)
 
 
+def test_compiled_hyper_connections(monkeypatch):
+    """What they give, and what they keep for backward."""
+    shared, compile_ = dict(n_layer=3, d_model=512, n_head=8, d_mlp=64, vocab_size=16), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f: compile_(f, backend="aot_eager_decomp_partition"))
+    m, plain, kept, T = GPT(GPTConfig(**shared, route="hc"), torch.bfloat16), GPT(GPTConfig(**shared, route="hc")), {}, 256
+    m.compile_parts()
+    parameters = {name: torch.nn.Parameter(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / 8) for name, p in m.router.items()}
+    results = []
+    for gpt, dtype in ((m, torch.bfloat16), (plain, torch.float32)):
+        x = torch.randn(1, T, 512, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+        stream = gpt.stream(x, gpt.config, parameters)
+        with torch.autograd.graph.saved_tensors_hooks(lambda a: kept.__setitem__((dtype, a.untyped_storage().data_ptr()), a) or a, lambda a: a):
+            for t in range(gpt.config.M):
+                stream.write(stream.read(t).detach().roll(1, -1).requires_grad_(), None)
+            out = stream.read(gpt.config.M)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *parameters.values()])])
+    for a, b in zip(*results):
+        assert (a - b).norm() < 0.02 * b.norm()
+    own = {p.untyped_storage().data_ptr() for p in parameters.values()}
+    measured = sum(a.untyped_storage().nbytes() for (dtype, at), a in kept.items() if dtype == torch.bfloat16 and at not in own)
+    plan = [model.memory(GPTConfig(**shared, route=route), T, 1)["activations"] for route in ("hc", "baseline")]
+    assert measured == pytest.approx(plan[0] - plan[1], rel=0.1), (measured, plan)
+
+
 def test_memory_of_the_bank(kernel):
     c = GPTConfig(**SMALL | dict(route="mhar"))
     bank = kernel.Bank(draw(3, 5, c.d_model), draw(c.M + 1, c.H, c.r // c.H), c.ends)

@@ -586,7 +586,7 @@ def plan(model, c, micro, world):
         *(f"  {name:11} {value / 2**30:8.2f}" for name, value in bytes_.items()),
         "  (peak: at the output head, or at the optimizer's step; most of the gradients take the activations' place)",
         *["  more in truth: this route has no fused kernels, and plain PyTorch keeps more for backward than is counted"]
-        * (model.route == "hc" or model.headwise or model.keys == "projected"),
+        * (model.headwise or model.keys == "projected"),
         f"{tokens:,} tokens, {tokens * flops:.3g} FLOPs: {duration} at 40 % of an H100's {PEAK_FLOPS['H100'] / 1e12:.0f} TFLOP/s"])
 
 
