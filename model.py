@@ -105,7 +105,7 @@ class GPTConfig:
               f'rope_scaling must read "factor,low,high,original length", low < high, not {self.rope_scaling!r}')
 
         takers = {"heads": ("mhar",), "headwise": ("mhar",), "rank": ("lr", "mhar"), "keys": ("lr",),
-                  "delta": ("attnres", "lr", "mhar")}  # the other flags: every route over depth
+                  "delta": ("attnres", "lr", "mhar")}  # flag: the routes that take it; the other flags: every route over depth
         for name, default in ROUTING_FLAGS.items():
             given, allowed = getattr(self, name) != default, self.route in takers.get(name, DEPTH_ROUTES)
             hint = "; low-rank multi-head is route=mhar with rank" if (self.route, name) in (("lr", "heads"), ("attnres", "rank")) else ""
@@ -262,7 +262,7 @@ def kernels(choice, device_type):
 
 class Residual:
     """x = x + y."""
-    normed = False  # whether read() returns x / rms(x), so that the sublayer's norm has only its gain to apply
+    normed = False  # whether read() returns x / rms(x): a sublayer's norm has only its gain to apply then, and gives it to its Linears
 
     @staticmethod
     def init(config):
@@ -279,9 +279,9 @@ class Residual:
 
 
 class HyperConnections:
-    """Hyper-connections of Zhu et al. (2024, arXiv 2409.19606), n = 4, static and dynamic weights: n copies X_j of x;
+    """Hyper-connections of Zhu et al. (2024, arXiv 2409.19606), n = 4, static and dynamic weights: n copies X_j of x; for each token
 
-        [A_m | A_r] = alpha + s_alpha tanh(norm(X) W_alpha),   b = beta + s_beta tanh(norm(X) W_beta)
+        [A_m | A_r] = alpha + s_alpha tanh(norm(X) W_alpha),   b = beta + s_beta tanh(norm(X) W_beta)     A_m [n], A_r [n, n], b [n]
         read = sum_j A_m[j] X_j,    write: X_k = sum_j A_r[j,k] X_j + b[k] y,    read(M) = mean of the X_j
 
     Starts as pre-norm: W = 0, A_r = 1, b = 1, and sublayer t reads copy t mod n. The mean (theirs: the sum, which the
@@ -299,14 +299,14 @@ class HyperConnections:
 
     def __init__(self, x, config, router, compile=lambda f: f):
         self.config, self.router = config, router
-        self.weights, self.mix, self.add = compile(self.weights), compile(self.mix), compile(self.add)
+        self.weights, self.combine, self.add = compile(self.weights), compile(self.combine), compile(self.add)
         self.X = x.expand(HC_STREAMS, *x.shape)  # [n, B, T, d]
 
     def read(self, t):
         if t == self.config.M:
             return self.X.mean(0)
         A, self.b = self.weights(self.X, self.config.norm_eps, **{name: p[t] for name, p in self.router.items()})
-        x, self.X = self.mix(self.X, A)
+        x, self.X = self.combine(self.X, A)
         return x
 
     def write(self, y, hidden):
@@ -316,14 +316,14 @@ class HyperConnections:
 
     @staticmethod
     def weights(X, eps, alpha, w_alpha, s_alpha, beta, w_beta, s_beta, norm=None):  # -> [A_m | A_r] [n, B, T, n + 1], b [n, B, T, 1]
-        n, w = HC_STREAMS, torch.cat([w_alpha, w_beta], -1)
+        n, w = HC_STREAMS, torch.cat([w_alpha, w_beta], -1)  # norm(X) W = (X (gain W)) / rms: no normed copy of X is kept
         w = F.pad(w if norm is None else norm[:, None] * w, (0, -(n + 2) % 8))  # as wide as tensor cores like it
         inv_rms = (wide(X).square().mean(-1, keepdim=True) + eps).rsqrt()
         dynamic = (wide(X @ w.to(X.dtype)) * inv_rms).tanh()
         return alpha[:, None, None] + s_alpha * dynamic[..., :n + 1], beta[:, None, None, None] + s_beta * dynamic[..., n + 1:n + 2]
 
     @staticmethod
-    def mix(X, A):  # -> the read [B, T, d], the copies [n, B, T, d]
+    def combine(X, A):  # -> the read [B, T, d], the copies [n, B, T, d]
         x, *copies = ((A[..., k, None] * X).sum(0).to(X.dtype) for k in range(HC_STREAMS + 1))
         return x, torch.stack(copies)
 
@@ -358,14 +358,14 @@ class Depth:
         self.sources = [x]  # S(t), in order
         self.keys = [F.linear(x, router["key_embed"].to(x.dtype))] if config.keys == "projected" else None
         fold = lambda name: router[f"{name}query"] * router[f"{name}gain"] if config.gain else router[f"{name}query"]
-        self.query = fold("")  # [M + 1, H, R], a gain only rescales a query
+        self.query = fold("")  # [M + 1, H, R]; <query, gain key> = <query gain, key>
         self.group_query = fold("group_") if config.headwise else None  # [L, KV, d]
         # Three ways to read: kernel.Bank, which keeps the slots itself; kernel.route for each read (headwise); route() above.
         fused = self.fused and self.keys is None and x.dtype != torch.float64 and Depth.watched is None
         self.kernel = kernels(config.kernel, x.device.type) if fused else None
         self.bank, self.normed = None, False
         if self.kernel and not config.headwise:
-            self.normed = self.fuse_norm and torch.is_grad_enabled()  # the norm's gain goes to the weights then (ScaledLinear): too much for one token
+            self.normed = self.fuse_norm and torch.is_grad_enabled()  # not in generation: gains times weights cost more than a token's norms
             self.bank = self.kernel.Bank(x, self.query, config.ends, norm=config.norm, eps=config.norm_eps, prenorm=self.normed)
 
     def mix(self, t, sources, query):
@@ -389,11 +389,12 @@ class Depth:
         if self.bank:
             return self.bank.write(y)
         t, self.written = self.written, self.written + 1
+        begins = t == 0 or t in self.config.ends  # output t + 1 is a block's first
         added = [(self.sources, y)]
         if self.keys is not None:  # a block's key is the sum of its outputs' keys
             added += [(self.keys, F.linear(hidden, self.router["key_mlp" if t % 2 else "key_attn"][t // 2].to(y.dtype)))]
-        for slots, new in added:  # to the open block's sum; after a block end, and after the embedding, a block begins
-            slots.append(slots.pop() + new if t > 0 and t not in self.config.ends else new)
+        for slots, new in added:
+            slots.append(new if begins else slots.pop() + new)
 
 
 @contextmanager
@@ -923,7 +924,11 @@ def run_command(commands):
     of = lambda kind: {f.name: flags[f.name] for f in dataclasses.fields(kind) if f.name in flags}
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a text's characters
     try:
-        return function(config(**of(config)), *map(of, others), *folders)
+        code = function(config(**of(config)), *map(of, others), *folders)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # | head: what is still to be printed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, RuntimeError, OSError) as e:
         fail((str(e).splitlines() or [type(e).__name__])[0])
     except KeyboardInterrupt:

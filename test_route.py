@@ -2043,7 +2043,7 @@ def test_sample_is_greedy_decoding_of_the_full_forward(inside, capsys):
     (train, "--out=data/small/meta.json/x", "meta.json"),
     (train, "--resume=out/refused --route=lr", "only these may change"),
     (train, "--resume=out/refused --lr=0.5", "only these may change"),
-    (train, "--resume=out/refused", "has all its 40 steps"),
+    (train, "--resume=out/refused", "is at step 40 of 40: give more --steps"),
     (sample, "--out=out", "config.json"),
     (sample, "--out=out/refused --temperature=-1", "not negative"),
 ])
@@ -3206,6 +3206,12 @@ def test_probe_draws(inside, flags, words):
     if flags == "cost":
         inline(probe, "cost", "--plot=probe.png")
         assert Path("probe.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_reader_that_has_gone(tmp_path):
+    script = f"{sys.executable} {HERE / 'probe.py'} cost | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 @pytest.mark.parametrize("flags, says", [

@@ -343,7 +343,7 @@ def train(model_config, c, vocab_given=False):
         except (RuntimeError, KeyError, TypeError, ValueError) as e:
             fail(f"the checkpoint of {out} does not fit its config.json: {' '.join(str(e).split())[:200]}")
         if step >= c.steps and not c.eval_only:
-            fail(f"{out} has all its {step} steps; give --steps to go on")
+            fail(f"{out} is at step {step} of {c.steps}: give more --steps to go on")
     else:
         name = [new_folder(c, model_config) if master else None]
         if world > 1:
