@@ -2597,22 +2597,33 @@ def test_memory_of_activations(route, stored, qk_norm):
     assert plan["bank"] == (0 if route == "baseline" else 2 * 3 * d)
 
 
+def test_hyper_connections_start():
+    """As pre-norm: sublayer t reads copy t mod n, every copy gets y; no dynamic weights yet, but their scale is 0.01."""
+    p = build(route="hc", noise=0, dtype=torch.float32).router
+    for t in range(6):
+        for j in range(4):
+            assert p["alpha"][t, j].tolist() == [float(j == t % 4)] + [float(j == k) for k in range(4)]
+    assert all((p[f"w_{name}"] == 0).all() and (p[f"s_{name}"] == 0.01).all() for name in ("alpha", "beta"))
+    assert (p["beta"] == 1).all() and (p["norm"] == 1).all()
+
+
 def test_compiled_hyper_connections(monkeypatch):
     """What they give, and what they keep for backward."""
-    shared, compile_ = dict(n_layer=3, d_model=512, n_head=8, d_mlp=64, vocab_size=16), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: compile_(f, backend="aot_eager_decomp_partition"))
+    shared, compile_, made = dict(n_layer=3, d_model=512, n_head=8, d_mlp=64, vocab_size=16), torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda f: made.append(f.__name__) or compile_(f, backend="aot_eager_decomp_partition"))
     m, plain, kept, T = GPT(GPTConfig(**shared, route="hc"), torch.bfloat16), GPT(GPTConfig(**shared, route="hc")), {}, 256
     m.compile_parts()
     parameters = {name: torch.nn.Parameter(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / 8) for name, p in m.router.items()}
     results = []
     for gpt, dtype in ((m, torch.bfloat16), (plain, torch.float32)):
         x = torch.randn(1, T, 512, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
-        stream = gpt.stream(x, gpt.config, parameters)
+        stream = [gpt.stream(x, gpt.config, parameters) for _ in range(2)][1]  # compiled once, whatever the number of streams
         with torch.autograd.graph.saved_tensors_hooks(lambda a: kept.__setitem__((dtype, a.untyped_storage().data_ptr()), a) or a, lambda a: a):
             for t in range(gpt.config.M):
                 stream.write(stream.read(t).detach().roll(1, -1).requires_grad_(), None)
             out = stream.read(gpt.config.M)
         results.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *parameters.values()])])
+    assert sorted(made) == ["_call_impl"] * 6 + ["add", "combine", "weights"]  # the first: sublayers
     for a, b in zip(*results):
         assert (a - b).norm() < 0.02 * b.norm()
     own = {p.untyped_storage().data_ptr() for p in parameters.values()}
